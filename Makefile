@@ -14,7 +14,7 @@ test: .venv/installed
 	$(BIN)/pytest -q -n 2 --dist worksteal
 
 proofs: .venv/installed
-	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -q -n 2 --dist worksteal proofs
+	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -q -n 2 --dist worksteal -o timeout=3600 proofs
 
 docs: .venv-docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build -f docs/mkdocs.yml
@@ -31,26 +31,26 @@ oldest pinned newest:
 
 bench: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
-	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/batching.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ranks
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.sharded
-	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.peers
-	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.step
-	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.memory
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.remat
-	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.normalize
-	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.compile
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.modules
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.families
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.losses
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.dropout
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.speed.batching
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.ranks
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.sharded
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.speed.peers
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.speed.step
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.speed.memory
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.remat
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.speed.normalize
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.speed.compile
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.overhead
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.scale
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.modules
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.families
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.losses
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.dropout
 
 conformance: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[conformance]'
-	for each in fastai composer; do $(BIN)/python -m pip install -q --no-deps --upgrade --target build/$$each -r benchmarks/conformance/$$each.txt; done
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.conformance
+	for each in fastai composer; do $(BIN)/python -m pip install -q --no-deps --upgrade --target build/$$each -r benchmarks/trainers/$$each.txt; done
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.trainers
 
 format: .venv/installed
 	$(BIN)/ruff check --fix-only .

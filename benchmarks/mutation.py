@@ -52,7 +52,7 @@ PACKAGE = ROOT / "purestep"
 LEFT_OUT = {"examples", "testing"}
 READING = ("proofs/test_mutants.py", "tests/test_house.py", "tests/test_package.py")
 """Tests of the package's source."""
-RANKS = "purestep/axis", "purestep/checkpoint", "purestep/sharding"
+RANKS = "purestep/axis", "purestep/checkpoint", "purestep/sharding", "purestep/sync"
 """What other processes run above all, unseen by the recording."""
 IMPORTED = (
     "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.tensor",

@@ -1,10 +1,10 @@
-"""A device that is not the CPU. In the CPU's own wheel that is torch's lazy tensors.
+"""Provides a device that is not the CPU: in torch's CPU wheel, lazy tensors.
 
-It takes every path that asks for the device, refuses what CUDA refuses, and computes with the CPU's kernels. A
-lazy tensor has no address, and its values are computed when somebody asks for them, which can be counted.
+They take every code path that depends on the device, refuse what CUDA refuses, and compute with the CPU's kernels. A
+lazy tensor has no address, and its values are computed when they are read, which can be counted.
 
 ``PURESTEP_DEVICE=cuda`` takes a real device instead, for which torch itself says where the host waits.
-``PURESTEP_DEVICE=cpu`` tries the same tests without any other device: there are no waits to see.
+``PURESTEP_DEVICE=cpu`` runs the same tests on the CPU: there are no waits to see.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from proofs.strategies import Case, RealCase
+from proofs.strategies import Case
+from proofs.texts import RealCase
 from proofs.theorem import PURESTEP, System
 from purestep import tree
 from tests.torch_private import lazy_backend, lazy_metrics
 
 DEVICE_TYPE = os.environ.get("PURESTEP_DEVICE", "lazy")
-"""What the tests of devices run on: "lazy", "cuda" or "cpu"."""
+"""The device of the tests: "lazy", "cuda" or "cpu"."""
 
 SEES_WAITS = DEVICE_TYPE != "cpu"
-"""Whether the host can wait for the device, and is seen to."""
+"""Whether the host can wait for the device, and ``Waits`` sees it."""
 
 READING = [
     "aten::_local_scalar_dense",
@@ -38,7 +39,7 @@ READING = [
     "aten::nonzero",
     "aten::masked_select",
 ]
-"""Operations whose result the host has to know: on CUDA it waits for all that was queued before."""
+"""Operations whose result the host has to read: on CUDA it waits for all kernels queued before."""
 
 COPIES: dict[Any, int] = {
     torch.tensor: 0,
@@ -46,11 +47,11 @@ COPIES: dict[Any, int] = {
     Tensor.to: 0,
     Tensor.copy_: 1,
 }
-"""What brings values to a device, and the place of the argument that holds them."""
+"""Functions that copy values to a device, and the index of the argument that holds them."""
 
 
 @cache
-def device() -> torch.device:
+def get_device() -> torch.device:
     """Returns the device, which exists from the first call on, for the rest of the process."""
     if DEVICE_TYPE != "lazy":
         return torch.empty(0, device=DEVICE_TYPE).device
@@ -58,8 +59,8 @@ def device() -> torch.device:
     return torch.device("lazy", 0)
 
 
-def moved(drawn: Any) -> Any:
-    """What was drawn for a theorem, on the device. One tensor stays one, and state lies where ``init`` puts it."""
+def move_case(drawn: Any) -> Any:
+    """Moves a drawn case to the device. Aliases stay aliases, and state lies where ``init`` puts it."""
     tensors: dict[int, Tensor] = {}
 
     def move(value: Any) -> Any:
@@ -67,7 +68,7 @@ def moved(drawn: Any) -> Any:
             return tensors.setdefault(id(value), to_device(value))
         if isinstance(value, Case):
             params = tree.map(move, value.params)
-            opt_state = placed(value.opt_state, value.optimizer.init(params))
+            opt_state = place_like(value.opt_state, value.optimizer.init(params))
             return replace(
                 value, params=params, batch=move_all(value.batch), opt_state=opt_state
             )
@@ -85,23 +86,23 @@ def moved(drawn: Any) -> Any:
 
 def to_device(value: Tensor) -> Tensor:
     """Copies a tensor to the device. On the CPU, layouts in memory stay as they were drawn."""
-    return value.to(device())
+    return value.to(get_device())
 
 
-def placed(values: Any, like: Any) -> Any:
-    """The values, each on the device of what stands in its place."""
+def place_like(values: Any, like: Any) -> Any:
+    """Moves each leaf to the device of the same leaf of ``like``."""
     return tree.map(lambda leaf, other: leaf.to(other.device), values, like)
 
 
 class Waits:
-    """Whatever makes the host wait for the device while this is entered, by its name, in ``seen``.
+    """Records in ``seen`` the names of operations that make the host wait for the device.
 
-    That is a value that is read, or copied to the host; and a copy to the device that does not say
-    ``non_blocking=True``, for which CUDA waits, too. Copies are seen in the thread that enters, values in all.
+    These are reads of values, copies to the host, and copies to the device without
+    ``non_blocking=True``, for which CUDA waits, too. Copies are seen in the thread that enters, reads in all.
     On CUDA, a name is the line of Python that waits.
 
     >>> with Waits() as waits:
-    ...     _ = torch.ones(3, device=device()).sum().item()
+    ...     _ = torch.ones(3, device=get_device()).sum().item()
     >>> waits.seen
     ['aten::_local_scalar_dense']
     """
@@ -111,7 +112,7 @@ class Waits:
         self._watch = WATCHES[DEVICE_TYPE](self.seen)
 
     def __enter__(self) -> Waits:
-        device()
+        get_device()
         self._watch.__enter__()
         return self
 
@@ -171,25 +172,28 @@ class _WatchCopies(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given, got = (
-            {*map(_is_lazy, tree.leaves(each))} for each in ((args, kwargs), result)
+        inputs = {_is_lazy(leaf) for leaf in tree.leaves((args, kwargs))}
+        outputs = {_is_lazy(leaf) for leaf in tree.leaves(result)}
+        to_host = True in inputs and (False in outputs or func is Tensor.tolist)
+        to_device = (
+            func in COPIES and True in outputs and not _is_lazy(args[COPIES[func]])
         )
-        to_host = True in given and (False in got or func is Tensor.tolist)
-        to_device = func in COPIES and True in got and not _is_lazy(args[COPIES[func]])
         if to_host or (to_device and not kwargs.get("non_blocking")):
             self.seen.append(func.__name__)
         return result
 
 
 def _is_lazy(value: Any) -> bool | None:
-    """Whether a tensor is on the device; None for what is no tensor."""
-    return value.device.type == "lazy" if isinstance(value, Tensor) else None
+    """Returns whether a tensor is on the device; None for other values."""
+    if not isinstance(value, Tensor):
+        return None
+    return value.device.type == "lazy"
 
 
-def unwaited(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the same steps, for which nobody may wait."""
+def without_waits(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function that makes steps: its steps assert that the host does not wait."""
 
-    def made(*args: Any, **settings: Any) -> Callable[..., Any]:
+    def make_asserting(*args: Any, **settings: Any) -> Callable[..., Any]:
         step = make(*args, **settings)
 
         def run(*state: Any) -> Any:
@@ -200,8 +204,11 @@ def unwaited(make: Callable[..., Any]) -> Callable[..., Any]:
 
         return run
 
-    return made
+    return make_asserting
 
 
-ON_DEVICE = System(*map(unwaited, PURESTEP))
+ON_DEVICE = System(
+    make_update_step=without_waits(PURESTEP.make_update_step),
+    make_eval_step=without_waits(PURESTEP.make_eval_step),
+)
 """purestep, where no step may wait for its device."""

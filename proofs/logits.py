@@ -1,9 +1,9 @@
-"""Cross entropy of hidden · weightᵀ in float64, and what rounding may add to it in other dtypes.
+"""Bounds what rounding may add to the cross entropy of hidden · weightᵀ, which it computes in float64.
 
-With u the roundoff of sums and v ≥ u that of what is handed from product to product (both are the dtype's own but for half
+With u the roundoff of sums and v ≥ u that of values passed from product to product (both are the dtype's own but for half
 precision, where sums are float32), of one token with cotangent c:
 
-    logits      |δx| ≤ e = γ_D Σ |h w| + v |x|, D features; what bends or divides them is counted with the 16 roundings below
+    logits      |δx| ≤ e = γ_D Σ |h w| + v |x|, D features; softcaps and temperatures are counted with the 16 roundings below
     normaliser  |δz| ≤ max e + γ_V + 16 u (1 + max |x|), V classes: a sum of V exponentials
     softmax     |δp| ≤ p (e^r − 1),  r = e + δz + 16 u (1 + max |x|)
     gradients   each term c (p − y) by |c| (δp + 4 v (p + y)); their sum by γ of its length, and v for each partial sum
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from purestep.testing.bounds import gamma
+from purestep.testing.bounds import rounding_bound
 from purestep.tree import accumulation_dtype
 
 
-class Case(NamedTuple):
-    """Of some dtype: (tokens, features), (classes, features), (tokens,), (tokens,)."""
+class LogitsCase(NamedTuple):
+    """Inputs of any dtype: (tokens, features), (classes, features), (tokens,), (tokens,)."""
 
     hidden: Tensor
     weight: Tensor
@@ -28,66 +28,77 @@ class Case(NamedTuple):
     cotangents: Tensor
 
 
-AT_ONCE = 2**25
+CHUNK_ELEMENTS = 2**25
+"""How many logits are computed together."""
 
 
-def reference(case: Case) -> dict[str, Tensor]:
-    """The losses and their gradients in float64, a few tokens at a time."""
+def compute_reference(case: LogitsCase) -> dict[str, Tensor]:
+    """Computes the losses and their gradients in float64, some tokens at a time."""
     weight = case.weight.double().requires_grad_()
-    to_weight = torch.zeros_like(weight)
-    losses, to_hidden = [], []
-    for hidden, labels, cotangents in _few(case):
+    weight_grad = torch.zeros_like(weight)
+    losses, hidden_grads = [], []
+    for hidden, labels, cotangents in _split_tokens(case):
         hidden = hidden.double().requires_grad_()
         loss = functional.cross_entropy(hidden @ weight.T, labels, reduction="none")
-        grads = torch.autograd.grad(loss, (hidden, weight), cotangents.double())
+        to_hidden, to_weight = torch.autograd.grad(
+            loss, (hidden, weight), cotangents.double()
+        )
         losses.append(loss.detach())
-        to_hidden.append(grads[0])
-        to_weight += grads[1]
+        hidden_grads.append(to_hidden)
+        weight_grad += to_weight
     return {
         "losses": torch.cat(losses),
-        "hidden": torch.cat(to_hidden),
-        "weight": to_weight,
+        "hidden": torch.cat(hidden_grads),
+        "weight": weight_grad,
     }
 
 
-def bounds(case: Case) -> dict[str, Tensor]:
-    """How far a computation of ``reference`` in the case's dtype may be from it, whatever the order of its sums."""
+def error_bounds(case: LogitsCase) -> dict[str, Tensor]:
+    """Bounds how far ``compute_reference`` computed in the case's dtype may be off, whatever the order of its sums."""
     weight = case.weight.double()
-    tokens, (classes, features) = len(case.hidden), weight.shape
-    sums = accumulation_dtype(case.hidden.dtype)
-    u, v = gamma(1, sums), gamma(1, case.hidden.dtype)
-    size_of_weight = weight.abs()
-    to_weight = torch.zeros_like(weight)
-    losses, to_hidden = [], []
-    for hidden, labels, cotangents in _few(case):
-        hidden, cotangents = hidden.double(), cotangents.double().abs().unsqueeze(-1)
+    classes, features = weight.shape
+    sum_dtype = accumulation_dtype(case.hidden.dtype)
+    u = rounding_bound(1, sum_dtype)
+    v = rounding_bound(1, case.hidden.dtype)
+    over_features = rounding_bound(features, sum_dtype)
+    over_classes = rounding_bound(classes, sum_dtype)
+    over_tokens = rounding_bound(len(case.hidden), sum_dtype)
+    weight_bound = torch.zeros_like(weight)
+    losses, hidden_bounds = [], []
+    for hidden, labels, cotangents in _split_tokens(case):
+        hidden = hidden.double()
         x = hidden @ weight.T
-        e = gamma(features, sums) * (hidden.abs() @ size_of_weight.T) + v * x.abs()
-        few = 16 * u * (1 + x.abs().amax(-1))
-        of_z = e.amax(-1) + gamma(classes, sums) + few
+        e = over_features * (hidden.abs() @ weight.abs().T) + v * x.abs()
+        elementwise = 16 * u * (1 + x.abs().amax(-1))
+        of_normaliser = e.amax(-1) + over_classes + elementwise
         # The rounding of the loss itself, which some return in the dtype of hidden.
         loss = functional.cross_entropy(x, labels, reduction="none")
-        losses.append(of_z + e.amax(-1) + few + v * loss)
+        losses.append(of_normaliser + e.amax(-1) + elementwise + v * loss)
+
         p = x.softmax(-1)
         y = functional.one_hot(labels, classes)
-        terms = cotangents * (
-            p * torch.expm1(e + (of_z + few).unsqueeze(-1)) + 4 * v * (p + y)
-        )
-        sizes = cotangents * (p + y)
-        to_hidden.append(
-            (terms + (gamma(classes, sums) + 4 * v) * sizes) @ size_of_weight
-        )
-        to_weight += (terms + (gamma(tokens, sums) + 4 * v) * sizes).T @ hidden.abs()
+        r = e + (of_normaliser + elementwise).unsqueeze(-1)
+        c = cotangents.double().abs().unsqueeze(-1)
+        of_terms = c * (p * torch.expm1(r) + 4 * v * (p + y))
+        terms = c * (p + y)
+        to_hidden = of_terms + (over_classes + 4 * v) * terms
+        hidden_bounds.append(to_hidden @ weight.abs())
+        to_weight = of_terms + (over_tokens + 4 * v) * terms
+        weight_bound += to_weight.T @ hidden.abs()
     return {
         "losses": torch.cat(losses),
-        "hidden": torch.cat(to_hidden),
-        "weight": to_weight,
+        "hidden": torch.cat(hidden_bounds),
+        "weight": weight_bound,
     }
 
 
-def _few(case: Case) -> list[tuple[Tensor, Tensor, Tensor]]:
-    at_once = max(1, AT_ONCE // len(case.weight))
-    columns = (
-        each.split(at_once) for each in (case.hidden, case.labels, case.cotangents)
+def _split_tokens(case: LogitsCase) -> list[tuple[Tensor, Tensor, Tensor]]:
+    chunk_size = max(1, CHUNK_ELEMENTS // len(case.weight))
+    return list(
+        zip(
+            case.hidden.split(chunk_size),
+            case.labels.split(chunk_size),
+            case.cotangents.split(chunk_size),
+            strict=True,
+        )
     )
-    return list(zip(*columns, strict=True))

@@ -1,4 +1,4 @@
-"""Two programs whose mesh has a second dimension: one where it splits tokens, and one where it does not.
+"""Defines two programs whose mesh has a second dimension: one where it splits tokens, and one where it does not.
 
 Both are polynomials in integers, so that every operation is exact.
 """
@@ -10,71 +10,75 @@ from torch import Tensor
 
 import purestep as ps
 from proofs.models import FEATURES, HIDDEN, integers
-from proofs.strategies import OPTIMIZERS, Batch, How, weights_of
+from proofs.optimizers import OPTIMIZERS
+from proofs.strategies import Batch, Setup, get_weights
 from proofs.worlds import Grid
 from purestep import tree
 
 
 def attention_params(generator: torch.Generator) -> dict[str, Tensor]:
-    """Query, key and value matrices, and an output vector."""
-    return {
-        name: integers((FEATURES, FEATURES), generator, 1)
-        for name in ("query", "key", "value")
-    } | {"out": integers((FEATURES,), generator, 1)}
+    """Makes query, key and value matrices, and an output vector."""
+    params = {}
+    for name in ("query", "key", "value"):
+        params[name] = integers((FEATURES, FEATURES), generator, 1)
+    params["out"] = integers((FEATURES,), generator, 1)
+    return params
 
 
 def attention_loss(params: Any, batch: Batch) -> Tensor:
-    """(out · Σ_{j ≤ i} (qᵢ · kⱼ) vⱼ − yᵢ)²: causal attention without the softmax, on all of the sequence."""
-    query, key, value = (
-        batch["x"] @ params[name] for name in ("query", "key", "value")
-    )
-    return _attend(query, key, value, 0, params["out"], batch["y"])
+    """Computes (out · Σ_{j ≤ i} (qᵢ · kⱼ) vⱼ − yᵢ)²: causal attention without the softmax, on full sequences."""
+    query, key, value = _project(params, batch["x"])
+    output = _attend_causally(query, key, value, start=0)
+    return (output @ params["out"] - batch["y"]).square()
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, start: Any, out: Tensor, y: Tensor
-) -> Tensor:
-    earlier = (
-        torch.arange(key.shape[1]) <= start + torch.arange(query.shape[1])[:, None]
-    )
-    scores = (query @ key.mT).masked_fill(~earlier, 0)
-    return ((scores @ value) @ out - y).square()
+def _project(params: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x @ params["query"], x @ params["key"], x @ params["value"]
 
 
-def context_parallel_step(recipe: str, settings: Any, grid: Grid, *rank: Any) -> Any:
-    """Each rank holds a piece of every sequence of its row of the grid: tokens are spread over both."""
+def _attend_causally(query: Tensor, key: Tensor, value: Tensor, start: Any) -> Tensor:
+    """Attends from queries at positions from ``start`` on."""
+    query_positions = start + torch.arange(query.shape[1])
+    causal = torch.arange(key.shape[1]) <= query_positions[:, None]
+    scores = (query @ key.mT).masked_fill(~causal, 0)
+    return scores @ value
+
+
+def context_parallel_step(recipe: str, settings: Any, grid: Grid, *inputs: Any) -> Any:
+    """Takes a step on a shard of every sequence of the rank's row of the grid: tokens are spread over both dimensions."""
     context = grid.second
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
-        query, key, value = (
-            batch["x"] @ params[name] for name in ("query", "key", "value")
-        )
+        query, key, value = _project(params, batch["x"])
         key, value = ps.all_gather((key, value), context, dim=1, tiled=True)
         start = context.index * query.shape[1]
-        return _attend(query, key, value, start, params["out"], batch["y"])
+        output = _attend_causally(query, key, value, start)
+        return (output @ params["out"] - batch["y"]).square()
 
-    how = {**settings, "weight_fn": weights_of, "axis": grid.both}
-    step: Any = ps.make_update_step(loss_fn, OPTIMIZERS[recipe], **how)
-    return step(*rank)
+    options = {**settings, "weight_fn": get_weights, "axis": grid.both}
+    step: Any = ps.make_update_step(loss_fn, OPTIMIZERS[recipe], **options)
+    return step(*inputs)
 
 
 def tensor_parallel_step(
     recipe: str,
-    how: How,
+    setup: Setup,
     grid: Grid,
     params: Any,
     opt_state: Any,
     microbatches: list[Batch],
 ) -> Any:
-    """Each rank holds a piece of the hidden layer, and its row's tokens: the rows alone spread them.
+    """Takes a step on a shard of the hidden layer and the tokens of the rank's row: columns share tokens.
 
-    With ``gather`` the rest lies in pieces over the rows.
+    With ``gather`` the other leaves are cut over the rows.
     """
 
-    def piece(leaf: Tensor) -> Any:
+    def shard(leaf: Tensor) -> Any:
         if leaf.ndim and leaf.shape[-1] == HIDDEN:
             return ps.shard(leaf, grid.second, -1)
-        return ps.shard(leaf, grid.first) if how.gather else leaf.clone()
+        if setup.gather:
+            return ps.shard(leaf, grid.first)
+        return leaf.clone()
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
         bias = torch.stack(params["hidden"]["biases"]).sum(0)
@@ -83,19 +87,20 @@ def tensor_parallel_step(
         shift = params["shifts"].sum() + params["shift"]
         return (output + shift - batch["y"]).square()
 
-    gather: Any = how.gather or "step"
-    settings = {
-        **how.settings,
-        "weight_fn": weights_of,
-        "axis": grid.first,
-        "gather": gather,
-    }
-    step = ps.make_update_step(loss_fn, OPTIMIZERS[recipe], **settings)
-    params, opt_state = tree.map(piece, (params, opt_state))
-    *new, metrics = step(params, opt_state, microbatches)
-    return *ps.unshard(tuple(new)), metrics
+    gather: Any = setup.gather or "step"
+    step = ps.make_update_step(
+        loss_fn,
+        OPTIMIZERS[recipe],
+        weight_fn=get_weights,
+        axis=grid.first,
+        gather=gather,
+        **setup.settings,
+    )
+    params, opt_state = tree.map(shard, (params, opt_state))
+    *state, metrics = step(params, opt_state, microbatches)
+    return *ps.unshard(tuple(state)), metrics
 
 
-def context_piece(batch: Batch, place: int, places: int) -> Batch:
-    """A rank's piece of every sequence."""
-    return {key: value.chunk(places, 1)[place] for key, value in batch.items()}
+def context_shard(batch: Batch, rank: int, size: int) -> Batch:
+    """Returns a rank's part of every sequence."""
+    return {key: value.chunk(size, 1)[rank] for key, value in batch.items()}

@@ -1,6 +1,7 @@
-"""The loop that people write by hand, done right: the kit has to accept it, and finds bugs in it.
+"""Trains by the loop that people write by hand, done right: the kit has to accept it, and finds bugs in it.
 
-Its ranks are simulated one after the other: count, backward passes, reduction, step.
+Its ranks are simulated one after the other: count, backward passes, reduction, step. Mutants here and in
+benchmarks/ replace lines of it by their text.
 """
 
 import copy
@@ -10,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from purestep.testing import Abilities, Observation, Problem
+from purestep.testing import Capabilities, Observation, Problem
 
 Batch = dict[str, Tensor]
 
 
 class PlainLoop:
-    """One model and one optimizer for each rank."""
+    """Has one model and one optimizer for each rank."""
 
-    abilities = Abilities(ranks=3, dropout=True, skips=True)
+    capabilities = Capabilities(ranks=3, dropout=True, skips_nonfinite=True)
 
     def start(self, problem: Problem, ranks: int) -> None:
         """Begins anew."""
         self.problem = problem
-        # Elements are dropped here, not by the module.
+        # ``dropped`` does the dropout, so the modules stay in eval mode.
         self.models: list[Any] = [problem.module().eval() for _ in range(ranks)]
         self.optimizers = [problem.optimizer(model) for model in self.models]
         self.reports: list[dict[str, float]] = [{} for _ in range(ranks)]
@@ -59,19 +60,19 @@ class PlainLoop:
         self.updates += 1
 
     def count(self, share: Sequence[Batch]) -> float:
-        """The weights of a rank's tokens."""
+        """Sums the weights of a rank's tokens."""
         return float(sum(self.problem.weights(batch).sum() for batch in share))
 
     def weighted_sum(
         self, model: nn.Module, batch: Batch, *, training: bool = True
     ) -> Tensor:
-        """Σ wᵢ ℓᵢ."""
+        """Computes Σ wᵢ ℓᵢ."""
         weights = self.problem.weights(batch).to(torch.float64)
         losses = self.problem.losses(model, self.dropped(batch) if training else batch)
         return torch.where(weights > 0, weights * losses, 0).sum()
 
     def dropped(self, batch: Batch) -> Batch:
-        """The batch, some of its elements dropped by their row's key and their place in the row."""
+        """Drops elements of the batch, by their row's key and their position in the row."""
         if not self.problem.model.dropout:
             return batch
         rows, length, features = batch["x"].shape
@@ -86,7 +87,7 @@ class PlainLoop:
         return {**batch, "x": x}
 
     def observe(self) -> list[Observation]:
-        """What each rank sees."""
+        """Reports the params and the metrics of each rank."""
         return [
             Observation(
                 {name: p.detach().clone() for name, p in model.named_parameters()},
@@ -96,7 +97,7 @@ class PlainLoop:
         ]
 
     def evaluate(self, group: Sequence[Sequence[Batch]]) -> float:
-        """The mean loss over all tokens."""
+        """Computes the mean loss over all tokens."""
         total = sum(self.count(share) for share in group)
         batches = [batch for share in group for batch in share]
         with torch.no_grad():
@@ -107,13 +108,13 @@ class PlainLoop:
         return sum(sums) / total
 
     def save(self) -> Any:
-        """All of it."""
+        """Copies the whole state."""
         return copy.deepcopy(
             (self.models, [o.state_dict() for o in self.optimizers], self.updates)
         )
 
     def load(self, saved: Any) -> None:
-        """Goes on from there."""
+        """Restores a saved state."""
         self.models, states, self.updates = copy.deepcopy(saved)
         self.optimizers = [self.problem.optimizer(model) for model in self.models]
         for optimizer, state in zip(self.optimizers, states, strict=True):
@@ -121,6 +122,6 @@ class PlainLoop:
 
 
 def norm(model: nn.Module) -> float:
-    """Of all gradients."""
+    """Computes the norm of all gradients."""
     squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
     return float(torch.stack(squares).sum().sqrt())

@@ -1,13 +1,12 @@
-"""Losses as other people write them: with hooks, backward passes, closures and checkpoints inside.
+"""Writes losses as other people do: with hooks, backward passes, closures and checkpoints inside.
 
-Each is the integer model's loss, or a polynomial more, and stands beside the same in plain
-arithmetic. What a loss does to its parameters acts within one microbatch, so the cut does not
-matter to it either.
+Each computes the integer model's loss, or a polynomial, and has an equal in plain arithmetic.
+What a loss does to its parameters acts within one microbatch, so the cut does not matter to it either.
 """
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,155 +22,173 @@ CLOSED_OVER = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
 """A parameter that is no part of params."""
 
 
-def weight_of(params: Any) -> Tensor:
-    """The hidden layer's matrix."""
-    found: Tensor = params["hidden"]["weight"]
-    return found
+def hidden_weight(params: Any) -> Tensor:
+    """Returns the hidden layer's matrix."""
+    weight: Tensor = params["hidden"]["weight"]
+    return weight
 
 
-def twice_out(params: Any, batch: Batch) -> Tensor:
-    """The gradient of the last layer is doubled."""
+def with_hidden_weight(params: Any, weight: Tensor) -> Any:
+    """Replaces the hidden layer's matrix."""
+    return {**params, "hidden": {**params["hidden"], "weight": weight}}
+
+
+def with_out(params: Any, out: Tensor) -> Any:
+    """Replaces the last layer's vector."""
+    return {**params, "out": [out]}
+
+
+def double_out_grad(params: Any, batch: Batch) -> Tensor:
+    """Doubles the gradient of the last layer."""
     out = params["out"][0]
-    return integer_loss({**params, "out": [2 * out - out.detach()]}, batch)
+    return integer_loss(with_out(params, 2 * out - out.detach()), batch)
 
 
-def hooked(params: Any, batch: Batch) -> Tensor:
-    """A hook on a leaf doubles its gradient."""
+def hook_leaf(params: Any, batch: Batch) -> Tensor:
+    """Doubles a leaf's gradient by a hook."""
     params["out"][0].register_hook(lambda grad: 2 * grad)
     return integer_loss(params, batch)
 
 
-def hooked_node() -> Loss:
-    """A hook on the node that accumulates, which is kept, does the same."""
-    kept = []
+def make_node_hook() -> Loss:
+    """Doubles it by a hook on the node that accumulates, to which a reference is kept."""
+    nodes = []
 
     def loss(params: Any, batch: Batch) -> Tensor:
         out = params["out"][0]
         node = out.view_as(out).grad_fn.next_functions[0][0]
         node.register_prehook(lambda grads: tuple(2 * grad for grad in grads))
-        kept.append(node)
+        nodes.append(node)
         return integer_loss(params, batch)
 
     return loss
 
 
 def backward_inside(params: Any, batch: Batch) -> Tensor:
-    """A backward pass for another purpose."""
-    (weight_of(params).square().sum() + params["out"][0].sum()).backward()
+    """Runs a backward pass for another purpose."""
+    total = hidden_weight(params).square().sum() + params["out"][0].sum()
+    total.backward()
     return integer_loss(params, batch)
 
 
-def keeping() -> Loss:
-    """The leaves are kept, and the gradients of those of this rank's earlier microbatches are zeroed."""
-    kept: dict[int, list[Any]] = {}
+def make_leaf_collector() -> Loss:
+    """Collects the leaves, and zeroes the gradients of those of this rank's earlier microbatches."""
+    leaves_by_thread: dict[int, list[Any]] = {}
 
     def loss(params: Any, batch: Batch) -> Tensor:
-        own = kept.setdefault(threading.get_ident(), [])
-        for leaf in own:
+        leaves = leaves_by_thread.setdefault(threading.get_ident(), [])
+        for leaf in leaves:
             if leaf.grad is not None:
                 leaf.grad.zero_()
-        own.extend([weight_of(params), params["out"][0]])
+        leaves.append(hidden_weight(params))
+        leaves.append(params["out"][0])
         return integer_loss(params, batch)
 
     return loss
 
 
-def freezing(params: Any, batch: Batch) -> Tensor:
-    """A leaf is frozen."""
+def freeze_leaf(params: Any, batch: Batch) -> Tensor:
+    """Freezes a leaf."""
     params["out"][0].requires_grad_(False)
     return integer_loss(params, batch)
 
 
-def frozen_out(params: Any, batch: Batch) -> Tensor:
-    """The same by ``detach``."""
-    return integer_loss({**params, "out": [params["out"][0].detach()]}, batch)
+def detach_out(params: Any, batch: Batch) -> Tensor:
+    """Freezes the same leaf by ``detach``."""
+    return integer_loss(with_out(params, params["out"][0].detach()), batch)
 
 
-def other_values(params: Any, batch: Batch) -> Tensor:
-    """A leaf gets other values."""
-    weight_of(params).data = 2 * weight_of(params).data
+def assign_data(params: Any, batch: Batch) -> Tensor:
+    """Gives a leaf other values."""
+    hidden_weight(params).data = 2 * hidden_weight(params).data
     return integer_loss(params, batch)
 
 
-def doubled_weight(params: Any, batch: Batch) -> Tensor:
-    """The gradient at those values."""
-    weight = weight_of(params) + weight_of(params).detach()
-    return integer_loss(
-        {**params, "hidden": {**params["hidden"], "weight": weight}}, batch
-    )
+def add_detached(params: Any, batch: Batch) -> Tensor:
+    """Computes the gradient at those values."""
+    weight = hidden_weight(params)
+    return integer_loss(with_hidden_weight(params, weight + weight.detach()), batch)
 
 
-def closed_over(params: Any, batch: Batch) -> Tensor:
-    """A parameter that is no part of params, beside a graph that grows."""
+def close_over(params: Any, batch: Batch) -> Tensor:
+    """Depends on a parameter that is no part of params, so that its graph could grow."""
     return CLOSED_OVER * integer_loss(params, batch)
 
 
-def differentiating(params: Any, batch: Batch) -> Tensor:
-    """Forces: derivatives by the inputs, which the loss marks, take part in it."""
+def differentiate_energy(params: Any, batch: Batch) -> Tensor:
+    """Adds forces: derivatives by the inputs, for which the loss marks them."""
     x = batch["x"].requires_grad_()
-    energy = (x @ weight_of(params)).sum()
+    energy = (x @ hidden_weight(params)).sum()
     (force,) = torch.autograd.grad(energy, x, create_graph=True)
     return integer_loss(params, batch) + (force * batch["x"]).sum(-1)
 
 
-def forces(params: Any, batch: Batch) -> Tensor:
-    """The same in closed form, without the energy's derivative."""
-    x = batch["x"]
-    return integer_loss(params, batch) + x @ weight_of(params).sum(1)
+def closed_form_forces(params: Any, batch: Batch) -> Tensor:
+    """Adds the same in closed form, without the energy's derivative."""
+    forces = batch["x"] @ hidden_weight(params).sum(1)
+    return integer_loss(params, batch) + forces
 
 
-def experts(params: Any, batch: Batch) -> Tensor:
-    """Leaves that only some tokens reach, and so only some microbatches."""
-    first, weight, out = batch["y"] > 0, weight_of(params), params["out"][0]
+def route_to_experts(params: Any, batch: Batch) -> Tensor:
+    """Reaches leaves only by some tokens, and so only in some microbatches."""
+    to_first = batch["y"] > 0
     losses = torch.stack(params["hidden"]["biases"]).sum() + 0 * batch["y"]
-    if first.any():
-        losses = losses + torch.where(first, weight.sum(), 0)
-    if not first.all():
-        losses = losses + torch.where(first, 0, out.sum())
+    if to_first.any():
+        losses = losses + torch.where(to_first, hidden_weight(params).sum(), 0)
+    if not to_first.all():
+        losses = losses + torch.where(to_first, 0, params["out"][0].sum())
     return losses
 
 
-def all_experts(params: Any, batch: Batch) -> Tensor:
-    """Each leaf is reached by every microbatch."""
-    weight, out = weight_of(params).sum(), params["out"][0].sum()
+def run_all_experts(params: Any, batch: Batch) -> Tensor:
+    """Reaches each leaf in every microbatch."""
+    weight = hidden_weight(params).sum()
+    out = params["out"][0].sum()
     biases = torch.stack(params["hidden"]["biases"]).sum()
     return biases + torch.where(batch["y"] > 0, weight, out)
 
 
-def sparse(params: Any, batch: Batch) -> Tensor:
-    """An embedding whose gradient is sparse."""
-    found = functional.embedding(batch["y"].long() % 3, weight_of(params), sparse=True)
-    return found.sum(-1) * batch["x"].sum(-1)
+def sparse_embedding(params: Any, batch: Batch) -> Tensor:
+    """Looks up an embedding whose gradient is sparse."""
+    indices = batch["y"].long() % 3
+    rows = functional.embedding(indices, hidden_weight(params), sparse=True)
+    return rows.sum(-1) * batch["x"].sum(-1)
 
 
-def dense(params: Any, batch: Batch) -> Tensor:
-    """The same with a dense one."""
-    return weight_of(params)[batch["y"].long() % 3].sum(-1) * batch["x"].sum(-1)
+def dense_embedding(params: Any, batch: Batch) -> Tensor:
+    """Looks up the same with a dense gradient."""
+    rows = hidden_weight(params)[batch["y"].long() % 3]
+    return rows.sum(-1) * batch["x"].sum(-1)
 
 
 class First(torch.autograd.Function):
-    """The first of two tensors, with no gradient for the second."""
+    """Returns the first of two tensors, with no gradient for the second."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        """A copy of the first."""
+        """Copies the first."""
         return a.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """None for the second."""
+        """Returns None for the second."""
         return grad, None
 
 
 def without_gradient(params: Any, batch: Batch) -> Tensor:
-    """A function has no gradient for a leaf."""
+    """Calls a function that has no gradient for a leaf."""
     apply: Any = First.apply
-    found: Tensor = apply(weight_of(params), params["out"][0]).sum() * batch["y"]
-    return found
+    weight: Tensor = apply(hidden_weight(params), params["out"][0])
+    return weight.sum() * batch["y"]
 
 
-def checkpointed(params: Any, batch: Batch) -> Tensor:
-    """Activations are computed again, with the parameters that the function closes over."""
+def weight_sum(params: Any, batch: Batch) -> Tensor:
+    """Computes the same without the leaf."""
+    return hidden_weight(params).sum() * batch["y"]
+
+
+def recompute_activations(params: Any, batch: Batch) -> Tensor:
+    """Computes activations again, with the parameters that the function closes over."""
     losses: Tensor = checkpoint(
         lambda x: integer_loss(params, {**batch, "x": x}),
         batch["x"],
@@ -180,53 +197,56 @@ def checkpointed(params: Any, batch: Batch) -> Tensor:
     return losses
 
 
-PROGRAMS: dict[str, tuple[Callable[[], Loss], Loss]] = {
-    "plain": (lambda: integer_loss, integer_loss),
-    "hooked": (lambda: hooked, twice_out),
-    "hooked node": (hooked_node, twice_out),
-    "backward inside": (lambda: backward_inside, integer_loss),
-    "keeping": (keeping, integer_loss),
-    "freezing": (lambda: freezing, frozen_out),
-    "other values": (lambda: other_values, doubled_weight),
-    "closed over": (lambda: closed_over, integer_loss),
-    "differentiating": (lambda: differentiating, forces),
-    "experts": (lambda: experts, all_experts),
-    "sparse": (lambda: sparse, dense),
-    "without a gradient": (
-        lambda: without_gradient,
-        lambda p, b: weight_of(p).sum() * b["y"],
-    ),
-    "checkpointed": (lambda: checkpointed, integer_loss),
-    "rematerialised": (lambda: ps.remat(integer_loss), integer_loss),
+class ProgramPair(NamedTuple):
+    """A function that makes a loss anew for each step, and the same loss in plain arithmetic."""
+
+    make: Callable[[], Loss]
+    plain: Loss
+
+
+PROGRAMS = {
+    "plain": ProgramPair(lambda: integer_loss, integer_loss),
+    "hooked": ProgramPair(lambda: hook_leaf, double_out_grad),
+    "hooked node": ProgramPair(make_node_hook, double_out_grad),
+    "backward inside": ProgramPair(lambda: backward_inside, integer_loss),
+    "keeping": ProgramPair(make_leaf_collector, integer_loss),
+    "freezing": ProgramPair(lambda: freeze_leaf, detach_out),
+    "other values": ProgramPair(lambda: assign_data, add_detached),
+    "closed over": ProgramPair(lambda: close_over, integer_loss),
+    "differentiating": ProgramPair(lambda: differentiate_energy, closed_form_forces),
+    "experts": ProgramPair(lambda: route_to_experts, run_all_experts),
+    "sparse": ProgramPair(lambda: sparse_embedding, dense_embedding),
+    "without a gradient": ProgramPair(lambda: without_gradient, weight_sum),
+    "checkpointed": ProgramPair(lambda: recompute_activations, integer_loss),
+    "rematerialised": ProgramPair(lambda: ps.remat(integer_loss), integer_loss),
 }
-"""Each loss, made anew for each step, and the same in plain arithmetic."""
 
 
-class Layers(torch.nn.Module):
-    """Two layers, of which the second is computed again in the backward pass, or is not."""
+class TwoLayers(torch.nn.Module):
+    """Has two layers, of which the second may be computed again in the backward pass."""
 
-    def __init__(self, again: bool) -> None:
+    def __init__(self, *, recomputes: bool) -> None:
         super().__init__()
         self.first = torch.nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
         self.second = torch.nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
-        self.again = again
+        self.recomputes = recomputes
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum over the last layer's outputs."""
+        """Sums the last layer's outputs."""
         hidden = torch.relu(x @ self.first)
-        if not self.again:
+        if not self.recomputes:
             return self.last(hidden)
         out: Tensor = checkpoint(self.last, hidden, use_reentrant=False)
         return out
 
     def last(self, hidden: Tensor) -> Tensor:
-        """Its derivative needs the parameter's own value."""
+        """Runs the second layer, whose derivative needs the parameter's value."""
         return (hidden @ self.second).square().sum(-1)
 
 
-def module_loss(again: bool, frozen: bool) -> Loss:
-    """The module by ``torch.func.functional_call``; its own parameters may be frozen."""
-    module = Layers(again).requires_grad_(not frozen)
+def make_module_loss(*, recomputes: bool, frozen: bool) -> Loss:
+    """Calls the module by ``torch.func.functional_call``; its own parameters may be frozen."""
+    module = TwoLayers(recomputes=recomputes).requires_grad_(not frozen)
 
     def loss(params: Any, batch: Batch) -> Tensor:
         losses: Tensor = torch.func.functional_call(module, params, (batch["x"],))

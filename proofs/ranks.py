@@ -1,4 +1,4 @@
-"""Drawn steps, taken: on one rank, on simulated ones, on threads and on processes; and what is claimed of them."""
+"""Takes drawn steps on one rank, on simulated ones, on threads and on processes, and checks the claims about them."""
 
 import itertools
 from collections.abc import Callable
@@ -11,27 +11,26 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models, parallel
+from proofs.optimizers import CAPTURE, OPTIMIZERS
 from proofs.strategies import (
-    CAPTURE,
     LAYOUTS,
-    OPTIMIZERS,
     Batch,
     Case,
-    Drawn,
     Groups,
-    How,
-    RealDrawn,
+    Setup,
+    StepCase,
     assert_same,
-    copied,
-    laid_out,
-    side_by_side,
-    some_opt_state,
-    weights_of,
+    change_layout,
+    copy_state,
+    get_weights,
+    make_opt_state,
+    stack_ranks,
 )
+from proofs.texts import RealStepCase
 from proofs.theorem import System
 from proofs.worlds import Grid, Ranks, on_threads
 from purestep import tree
-from purestep.testing.bounds import gamma
+from purestep.testing.bounds import rounding_bound
 from purestep.testing.specification import spec
 
 Run = Callable[..., list[Any]]
@@ -40,116 +39,174 @@ Run = Callable[..., list[Any]]
 
 @dataclass(frozen=True)
 class Program:
-    """A step of a rank on the microbatches that it holds, in whatever way; and an evaluation, if that is asked for.
+    """A step of a rank on its local microbatches, in any setup; and an evaluation, if ``evaluates``.
 
-    Processes find the optimizer by its name.
+    Processes look the optimizer up by its name.
     """
 
     system: System
-    how: How
+    setup: Setup
     loss_fn: Callable[..., Any]
     optimizer: ps.optim.Optimizer | str
-    weight_fn: Any = weights_of
+    weight_fn: Any = get_weights
     evaluates: bool = False
 
     def __call__(
         self, axis: Any, params: Any, opt_state: Any, microbatches: list[Batch]
     ) -> Any:
-        """The whole state, the metrics, and the metrics of the evaluation."""
-        inner, own = (
-            (axis.second, axis.both) if isinstance(axis, Grid) else (axis, axis)
-        )
-        how: dict[str, Any] = {"weight_fn": self.weight_fn, "axis": own}
-        loss_fn, optimizer = self.loss_fn, self.optimizer
-        if self.how.gather:
-            params, opt_state = ps.shard((params, opt_state), inner)
-            how["gather"], *recomputed = self.how.gather.split(", ")
-            if how["gather"] == "loss":
-                loss_fn = lambda p, m: self.loss_fn(ps.unshard(p), m)  # noqa: E731
-                loss_fn = ps.remat(loss_fn) if recomputed else loss_fn
-        evaluate = (
-            self.system.make_eval_step(loss_fn, **how) if self.evaluates else None
-        )
-        evaluation = [evaluate(params, microbatches)] if evaluate else []
-        optimizer = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        """Returns the full state, the metrics, and the metrics of the evaluation."""
+        step_axis = axis.both if isinstance(axis, Grid) else axis
+        options: dict[str, Any] = {"weight_fn": self.weight_fn, "axis": step_axis}
+        loss_fn = self.loss_fn
+        if self.setup.gather:
+            shard_axis = axis.second if isinstance(axis, Grid) else axis
+            params, opt_state = ps.shard((params, opt_state), shard_axis)
+            options["gather"] = self.setup.gather.removesuffix(", recomputed")
+            loss_fn = self.gathering_loss()
+        evaluations = []
+        if self.evaluates:
+            evaluate = self.system.make_eval_step(loss_fn, **options)
+            evaluations = [evaluate(params, microbatches)]
         step = self.system.make_update_step(
-            loss_fn, optimizer, **how, **self.how.settings
+            loss_fn, self.find_optimizer(), **options, **self.setup.settings
         )
-        if not own.is_multi_program:
-            *new, metrics = step(params, opt_state, microbatches)
-            return *ps.unshard(tuple(new)), metrics, *evaluation
-        given = params, opt_state, microbatches
-        before, places, order = copied(given), addresses(given[:2]), strides(given[:2])
-        *new, metrics = step(*given)
-        if not self.how.settings.get("donate"):
-            came, was = tree.map(torch.nan_to_num, (given, before))
-            assert_same(came, was, "what a rank brings")
-            assert not {*addresses(new)} & {*places}, (
-                "an output lives in an input's storage"
-            )
-            assert strides(new) == order, "another order in memory"
-        else:
-            assert addresses(new[0]) == addresses(params), "params lie where they lay"
-        return *ps.unshard(tuple(new)), metrics, *evaluation
+        if step_axis.is_multi_program:
+            step = self.with_checks(step)
+        *state, metrics = step(params, opt_state, microbatches)
+        return *ps.unshard(tuple(state)), metrics, *evaluations
+
+    def gathering_loss(self) -> Callable[..., Any]:
+        """Returns the loss, which gathers the params itself where the setup leaves that to it."""
+        if not self.setup.gather.startswith("loss"):
+            return self.loss_fn
+
+        def loss_fn(params: Any, microbatch: Batch) -> Any:
+            return self.loss_fn(ps.unshard(params), microbatch)
+
+        if self.setup.gather == "loss, recomputed":
+            return ps.remat(loss_fn)
+        return loss_fn
+
+    def find_optimizer(self) -> ps.optim.Optimizer:
+        """Looks the optimizer up if it is a name."""
+        if isinstance(self.optimizer, str):
+            return OPTIMIZERS[self.optimizer]
+        return self.optimizer
+
+    def with_checks(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the step, which asserts that it leaves its inputs alone, or donates the params' memory."""
+
+        def checked(*inputs: Any) -> Any:
+            before = copy_state(inputs)
+            input_addresses = addresses(inputs[:2])
+            param_addresses = addresses(inputs[0])
+            input_strides = strides(inputs[:2])
+
+            *state, metrics = step(*inputs)
+
+            if self.setup.settings.get("donate"):
+                same_memory = addresses(state[0]) == param_addresses
+                assert same_memory, "params moved in memory"
+            else:
+                after, before = tree.map(torch.nan_to_num, (inputs, before))
+                assert_same(after, before, "a rank's inputs")
+                shared = {*addresses(state)} & {*input_addresses}
+                assert not shared, "an output lives in an input's storage"
+                assert strides(state) == input_strides, "another order in memory"
+            return *state, metrics
+
+        return checked
 
 
 def addresses(state: Any) -> list[int]:
-    """Where leaves lie in memory."""
+    """Returns the leaves' addresses in memory."""
     return [leaf.data_ptr() for leaf in tree.leaves(state) if leaf.numel()]
 
 
 def strides(state: Any) -> list[tuple[int, ...]]:
-    """In which order their elements lie there, without gaps."""
+    """Returns the strides that the leaves have without gaps."""
     return [torch.empty_like(leaf).stride() for leaf in tree.leaves(state)]
 
 
-def step_of(
+def take_step(
     system: System,
-    how: How,
+    setup: Setup,
     state: Any,
     groups: Groups,
     loss_fn: Callable[..., Any],
     optimizer: ps.optim.Optimizer | str,
-    weight_fn: Any = weights_of,
+    weight_fn: Any = get_weights,
     *,
     evaluates: bool = False,
     run: Run = on_threads,
 ) -> Any:
-    """``(params, opt_state, metrics)`` of one step in this way, on which all ranks agree; and an evaluation's metrics."""
+    """Returns ``(params, opt_state, metrics)`` of one step, on which all ranks agree; and an evaluation's metrics."""
     on_host = tree.leaves(state)[0].device.type == "cpu"
-    # The host waits for a device where threads meet, and where pieces are made.
-    how = how if on_host or how.axis == "one" else How("simulated", how.settings)
-    program = Program(system, how, loss_fn, optimizer, weight_fn, evaluates)
-    own = copied(state) if how.settings.get("donate") else state
-    if how.axis == "one":
-        params, opt_state = own
-        return program(ps.LocalAxis(), params, opt_state, [*itertools.chain(*groups)])
-    if how.axis == "simulated":
+    if not on_host and setup.axis != "one":
+        # The host waits for a device where threads meet, and where shards are made.
+        setup = Setup("simulated", setup.settings)
+    program = Program(system, setup, loss_fn, optimizer, weight_fn, evaluates)
+    if setup.settings.get("donate"):
+        state = copy_state(state)
+    params, opt_state = state
+    if setup.axis == "one":
+        microbatches = [*itertools.chain(*groups)]
+        return program(ps.LocalAxis(), params, opt_state, microbatches)
+    if setup.axis == "simulated":
         axis = ps.VmapAxis(len(groups))
-        return simulated(axis, program, (None, None, 0))(*own, side_by_side(groups))
-    groups = groups + [[]] * (-len(groups) % how.grid[1])
-    parts = [*itertools.chain(*groups)]
-    if how.gather.startswith("loss") and parts:
-        # As many microbatches on each rank, with weights of zero where there were none.
-        empty = {key: torch.zeros_like(leaf) for key, leaf in parts[0].items()}
-        most = max(map(len, groups))
-        groups = [[*group, *[empty] * (most - len(group))] for group in groups]
-    states = [laid_out(copied(own), LAYOUTS[rank % 3]) for rank in range(len(groups))]
-    ranks = Ranks(len(groups), how.bucket_bytes, how.grid[0])
-    first, *others = run(ranks, program, *zip(*states, strict=True), groups)
+        on_ranks = run_simulated(axis, program, (None, None, 0))
+        return on_ranks(params, opt_state, stack_ranks(groups))
+    groups = fill_grid(groups, setup)
+    if setup.gather.startswith("loss"):
+        groups = equalize_lengths(groups)
+    states = copy_for_ranks(state, len(groups))
+    ranks = Ranks(len(groups), setup.bucket_bytes, setup.grid[0])
+    first, *others = run(ranks, program, *states, groups)
+    expected = tree.map(torch.nan_to_num, first)
     for other in others:
-        one, same = tree.map(torch.nan_to_num, (first, other))
-        assert_same(same, one, "what a rank returns")
+        actual = tree.map(torch.nan_to_num, other)
+        assert_same(actual, expected, "a rank's result")
     return first
 
 
-def simulated(
+def fill_grid(groups: Groups, setup: Setup) -> Groups:
+    """Adds ranks without microbatches, up to a multiple of the grid's columns."""
+    _, columns = setup.grid
+    return groups + [[]] * (-len(groups) % columns)
+
+
+def equalize_lengths(groups: Groups) -> Groups:
+    """Gives all ranks as many microbatches, with weights of zero where there were none.
+
+    A loss that gathers is a collective: every rank has to call it equally often.
+    """
+    microbatches = [*itertools.chain(*groups)]
+    if not microbatches:
+        return groups
+    empty = without_tokens(microbatches[0])
+    longest = max(len(group) for group in groups)
+    return [group + [empty] * (longest - len(group)) for group in groups]
+
+
+def without_tokens(batch: Batch) -> Batch:
+    """Returns zeros in the batch's shapes, weights included."""
+    return {key: torch.zeros_like(leaf) for key, leaf in batch.items()}
+
+
+def copy_for_ranks(state: Any, size: int) -> tuple[list[Any], list[Any]]:
+    """Copies params and opt_state for each rank, in different layouts in memory."""
+    layouts = itertools.islice(itertools.cycle(LAYOUTS[:3]), size)
+    states = [change_layout(copy_state(state), layout) for layout in layouts]
+    return [params for params, _ in states], [opt_state for _, opt_state in states]
+
+
+def run_simulated(
     axis: ps.VmapAxis,
     program: Callable[..., Any],
     in_dims: Any = 0,
     out_dims: Any = None,
 ) -> Callable[..., Any]:
-    """The program on simulated ranks, for which it is a failure of the claim that they differ, as on threads."""
+    """Maps the program over simulated ranks; ranks that differ fail the claim, as on threads."""
 
     def on_ranks(*args: Any) -> Any:
         try:
@@ -162,14 +219,14 @@ def simulated(
 
 def check_step(
     system: System,
-    how: How,
+    setup: Setup,
     case: Case,
     groups: Groups,
     loss_fn: Callable[..., Any] | None = None,
     plain: Callable[..., Any] | None = None,
-    **more: Any,
+    **options: Any,
 ) -> Any:
-    """The state is that of ``spec`` on the one big batch, to the bit, and so are the metrics.
+    """Checks that the state is that of ``spec`` on the one big batch, to the bit, and so are the metrics.
 
     ``loss_fn`` computes what ``plain`` does.
     """
@@ -177,131 +234,144 @@ def check_step(
     loss_fn = loss_fn or case.loss_fn
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
-        return case.optimizer.update(summed_in(how, grads), opt_state, params)
+        grads = cast_to_sum_dtype(setup, grads)
+        return case.optimizer.update(grads, opt_state, params)
 
     expected, grads, loss = spec(plain or loss_fn, update, *state, case.batch)
-    found = step_of(system, how, state, groups, loss_fn, case.recipe, **more)
-    metrics = found[2]
-    assert_same(found[:2], expected)
+    result = take_step(system, setup, state, groups, loss_fn, case.recipe, **options)
+    params, opt_state, metrics, *_ = result
+
+    assert_same((params, opt_state), expected)
     assert metrics.loss == loss, f"loss: {metrics.loss} is not {loss}"
     assert metrics.loss.dtype == tree.accumulation_dtype(case.batch["x"].dtype)
     assert metrics.num_tokens == case.batch["w"].sum()
-    parts = itertools.chain(*groups)
-    assert metrics.num_microbatches == sum(bool(part["w"].any()) for part in parts)
+    with_tokens = [part for part in itertools.chain(*groups) if part["w"].any()]
+    assert metrics.num_microbatches == len(with_tokens)
     assert metrics.applied
-    squares = torch.stack([leaf.double().square().sum() for leaf in tree.leaves(grads)])
-    roundings = gamma(4 * squares.numel() + 64, metrics.grad_norm.dtype)
-    assert (
-        metrics.grad_norm - squares.sum().sqrt()
-    ).abs() <= roundings * metrics.grad_norm
-    return found
+    assert_norm(metrics.grad_norm, grads)
+    return result
 
 
-def summed_in(how: How, grads: Any) -> Any:
-    """Gradients in the dtype in which a step sums them."""
-    asked = how.settings.get("accum_dtype")
-    return tree.map(lambda g: g.to(asked or tree.accumulation_dtype(g.dtype)), grads)
+def cast_to_sum_dtype(setup: Setup, grads: Any) -> Any:
+    """Casts gradients to the dtype in which a step sums them."""
+    accum_dtype = setup.settings.get("accum_dtype")
+
+    def cast(grad: Tensor) -> Tensor:
+        return grad.to(accum_dtype or tree.accumulation_dtype(grad.dtype))
+
+    return tree.map(cast, grads)
 
 
-def check_metrics(system: System, drawn: Drawn, **more: Any) -> None:
-    """The step is right, and so are an aux that looks at the tokens that count, and evaluation, on all ranks."""
-    case, how, groups = drawn
+def assert_norm(norm: Tensor, grads: Any) -> None:
+    """Asserts that the norm is the gradients', but for rounding."""
+    leaves = [leaf.double() for leaf in tree.leaves(grads)]
+    squares = torch.stack([leaf.square().sum() for leaf in leaves])
+    error = (norm - squares.sum().sqrt()).abs()
+    assert error <= rounding_bound(4 * squares.numel() + 64, norm.dtype) * norm
+
+
+def check_metrics(system: System, drawn: StepCase, **options: Any) -> None:
+    """Checks the step, its aux, which looks at the tokens that count, and evaluation, on all ranks."""
+    case, setup, groups = drawn
     # Ranks without any microbatch cannot return an aux like that of the others.
-    ignored = {key: torch.zeros_like(leaf) for key, leaf in case.batch.items()}
-    groups = [
-        group or [ignored] for group in groups + [[]] * (-len(groups) % how.grid[1])
-    ]
+    ignored = without_tokens(case.batch)
+    groups = [group or [ignored] for group in fill_grid(groups, setup)]
     loss_fn = partial(loss_with_aux, loss_fn=case.loss_fn)
-    more = {"evaluates": True, **more}
+    options = {"evaluates": True, **options}
+    evaluate = system.make_eval_step(loss_fn, weight_fn=get_weights)
+    expected = evaluate(case.params, [case.batch])
+
     *_, metrics, evaluation = check_step(
-        system, how, case, groups, loss_fn, case.loss_fn, **more
+        system, setup, case, groups, loss_fn, case.loss_fn, **options
     )
-    expected = system.make_eval_step(loss_fn, weight_fn=weights_of)(
-        case.params, [case.batch]
-    )
+
     assert_same(metrics.aux, expected.aux, "aux")
-    held = evaluation._replace(num_microbatches=expected.num_microbatches)
-    assert_same(held, expected, "evaluation")
+    # The number of microbatches is what the cut changes.
+    evaluation = evaluation._replace(num_microbatches=expected.num_microbatches)
+    assert_same(evaluation, expected, "evaluation")
 
 
 def loss_with_aux(
     params: Any, batch: Batch, loss_fn: Callable[..., Tensor] = models.integer_loss
 ) -> ps.LossOutput:
-    """A loss that also counts, in whole numbers and in others."""
+    """Computes a loss whose aux counts, in integers and in floats."""
     losses = loss_fn(params, batch)
     counts = batch["w"] > 0
-    aux = {
-        "zero": (counts & (losses == 0)).sum(),
-        "sum": [torch.where(counts, losses, 0).sum()],
-    }
-    return ps.LossOutput(losses, aux=aux)
+    num_zero = (counts & (losses == 0)).sum()
+    total = torch.where(counts, losses, 0).sum()
+    return ps.LossOutput(losses, aux={"zero": num_zero, "sum": [total]})
 
 
 def check_within_bound(
     system: System,
-    drawn: RealDrawn,
+    drawn: RealStepCase,
     loss_fn: Callable[..., Any] = models.transformer_loss,
-    weight_fn: Any = weights_of,
+    weight_fn: Any = get_weights,
     extra_roundings: int = 0,
 ) -> None:
-    """For the transformer: the exact gradient and loss, but for rounding."""
-    case, how, groups = drawn
+    """Checks the transformer's gradient and loss: exact, but for rounding."""
+    case, setup, groups = drawn
     state = case.params, tree.zeros_like(case.params)
-    _, grads, metrics = step_of(system, how, state, groups, loss_fn, CAPTURE, weight_fn)
+    _, grads, metrics = take_step(
+        system, setup, state, groups, loss_fn, CAPTURE, weight_fn
+    )
     # Each weight, their sum and their quotient round, and each sum of two microbatches.
-    case.assert_within_bound(grads, extra_roundings + 3 + sum(map(len, groups)))
+    num_microbatches = sum(len(group) for group in groups)
+    case.assert_within_bound(grads, extra_roundings + 3 + num_microbatches)
     case.assert_loss_within_bound(metrics.loss)
 
 
 # On a grid of two rows
 
 
-def check_context_parallel(run: Run, drawn: Drawn) -> None:
-    """Sequences split over the grid's second dimension: the step of the whole sequences."""
-    case, how, groups = drawn
+def check_context_parallel(run: Run, drawn: StepCase) -> None:
+    """Checks that sequences split over the grid's second dimension give the step of the full sequences."""
+    case, setup, groups = drawn
     # Squares of gradients as large as these do not add up exactly.
     recipe = "adamw" if case.recipe == "clipped" else case.recipe
     params = parallel.attention_params(case.generator)
-    opt_state = some_opt_state(recipe, params, case.generator)
-    batch = twice(case.batch)
+    opt_state = make_opt_state(recipe, params, case.generator)
+    batch = repeat_sequences(case.batch)
     case = replace(case, params=params, recipe=recipe, opt_state=opt_state, batch=batch)
     state, _, loss = spec(
         parallel.attention_loss, case.optimizer.update, params, opt_state, batch
     )
-    pieces = [
-        [parallel.context_piece(twice(part), place, 2) for part in group]
-        for group in groups
-        for place in range(2)
-    ]
-    program = partial(parallel.context_parallel_step, recipe, how.settings)
-    states = zip(*(copied((params, opt_state)) for _ in pieces), strict=True)
-    for *new, metrics in run(
-        Ranks(4, how.bucket_bytes, rows=2), program, *states, pieces
-    ):
-        assert_same((*new, metrics.loss), (*state, loss))
+    local_groups = []
+    for group in groups:
+        group = [repeat_sequences(part) for part in group]
+        for column in range(2):
+            shards = [parallel.context_shard(part, column, 2) for part in group]
+            local_groups.append(shards)
+    program = partial(parallel.context_parallel_step, recipe, setup.settings)
+    copies = [copy_state((params, opt_state)) for _ in local_groups]
+    states = zip(*copies, strict=True)
+
+    ranks = Ranks(4, setup.bucket_bytes, rows=2)
+    results = run(ranks, program, *states, local_groups)
+
+    for *new_state, metrics in results:
+        assert_same((*new_state, metrics.loss), (*state, loss))
         assert metrics.num_tokens == batch["w"].sum()
 
 
-def twice(batch: Batch) -> Batch:
-    """Each sequence with itself behind it."""
+def repeat_sequences(batch: Batch) -> Batch:
+    """Appends each sequence to itself."""
     return {key: torch.cat([value, value], 1) for key, value in batch.items()}
 
 
-def check_tensor_parallel(run: Run, drawn: Drawn, columns: int) -> None:
-    """Layers spread over the grid's second dimension: norms are those of the whole."""
-    case, how, groups = drawn
-    expected = alone(case, how, groups)
-    program = partial(parallel.tensor_parallel_step, case.recipe, how)
+def check_tensor_parallel(run: Run, drawn: StepCase, columns: int) -> None:
+    """Checks layers cut over the grid's second dimension: norms are those of full layers."""
+    case, setup, groups = drawn
+    expected = step_on_full_params(case, setup, groups)
+    program = partial(parallel.tensor_parallel_step, case.recipe, setup)
     groups = [group for group in groups for _ in range(columns)]
-    state = case.params, case.opt_state
-    states = [laid_out(copied(state), LAYOUTS[i % 3]) for i in range(len(groups))]
-    ranks = Ranks(len(groups), how.bucket_bytes, 2)
-    for found in run(ranks, program, *zip(*states, strict=True), groups):
-        assert_same(found, expected)
+    states = copy_for_ranks((case.params, case.opt_state), len(groups))
+    ranks = Ranks(len(groups), setup.bucket_bytes, 2)
+    for actual in run(ranks, program, *states, groups):
+        assert_same(actual, expected)
 
 
-def alone(case: Case, how: How, groups: Groups) -> Any:
-    """What the step on whole params gives, which is right."""
-    return check_step(
-        System(), How("one", {**how.settings, "donate": False}), case, groups
-    )
+def step_on_full_params(case: Case, setup: Setup, groups: Groups) -> Any:
+    """Takes the step on full params, and checks it."""
+    plain = Setup("one", {**setup.settings, "donate": False})
+    return check_step(System(), plain, case, groups)

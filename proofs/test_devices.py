@@ -1,7 +1,7 @@
-"""Theorems on a device that is not the CPU, where no step may wait for it.
+"""Tests the theorems on a device that is not the CPU, where no step may wait for it.
 
-The claims and their cases are those of the other files. What cannot run on lazy tensors is named in
-CONTRIBUTING.md. ``PURESTEP_DEVICE=cuda`` runs them on a real device.
+The claims and their cases are those of the other files. CONTRIBUTING.md names those that cannot run on
+lazy tensors. ``PURESTEP_DEVICE=cuda`` runs them on a real device.
 """
 
 from dataclasses import replace
@@ -23,8 +23,8 @@ from proofs import (
     test_t15_random as t15,
     test_t17_denominators as t17,
 )
-from proofs.devices import DEVICE_TYPE, ON_DEVICE, moved
-from proofs.strategies import Drawn
+from proofs.devices import DEVICE_TYPE, ON_DEVICE, move_case
+from proofs.strategies import StepCase
 from proofs.theorem import PURESTEP, Theorem
 
 # torch.utils.checkpoint asks for a module of torch that is called as the device, and there is no
@@ -36,58 +36,87 @@ EXCLUDED_PROGRAMS = {
 }[DEVICE_TYPE]
 
 
-def lazily(drawn: tuple[Drawn, list[str]]) -> tuple[Drawn, list[str]]:
-    """On one rank, of those that can run there."""
-    (case, how, groups), names = drawn
+def exclude_programs(
+    drawn: tuple[StepCase, list[str]],
+) -> tuple[StepCase, list[str]]:
+    """Keeps the programs that can run on the device, on one rank."""
+    (case, setup, groups), names = drawn
     names = [name for name in names if name not in EXCLUDED_PROGRAMS]
-    return (case, how._replace(axis="one"), groups), names
+    return (case, setup._replace(axis="one"), groups), names
 
 
-def keyed_on_a_device(drawn: tuple[Drawn, Any]) -> tuple[Drawn, Any]:
-    """Modules with checkpoints on one rank. The first call of a module asks lazy tensors for addresses."""
-    (case, how, groups), loss_fn = drawn
+def choose_keyed_loss(drawn: tuple[StepCase, Any]) -> tuple[StepCase, Any]:
+    """Takes modules with checkpoints on one rank, and replaces modules on lazy tensors.
+
+    The first call of a module needs addresses, which lazy tensors do not have.
+    """
+    (case, setup, groups), loss_fn = drawn
     if loss_fn is t15.by_checkpoints:
-        how = how._replace(axis="one")
-    return (case, how, groups), t15.by_hand if DEVICE_TYPE == "lazy" else loss_fn
+        setup = setup._replace(axis="one")
+    if DEVICE_TYPE == "lazy":
+        loss_fn = t15.by_hand
+    return (case, setup, groups), loss_fn
 
 
-PROGRAMS = replace(t01.programs, cases=t01.programs.cases.map(lazily))
+PROGRAMS = replace(t01.programs, cases=t01.programs.cases.map(exclude_programs))
 KEYED_DROPOUT = replace(
-    t15.keyed_dropout, cases=t15.keyed_dropout.cases.map(keyed_on_a_device)
+    t15.keyed_dropout, cases=t15.keyed_dropout.cases.map(choose_keyed_loss)
 )
 
 ON_THE_HOST = {
-    "many_microbatches", "recomputation", "programs", "rank_terms", "ranks_within_bound", "traffic",
-    "separate_ranks", "context_parallel", "donation", "any_denominator", "keyed_dropout",
-}  # fmt: skip
-"""What needs threads, thousands of operations or addresses; and what is looked at below."""
+    "many_microbatches",
+    "recomputation",
+    "programs",
+    "rank_terms",
+    "ranks_within_bound",
+    "traffic",
+    "separate_ranks",
+    "context_parallel",
+    "donation",
+    "any_denominator",
+    "keyed_dropout",
+}
+"""Claims that need threads, thousands of operations or addresses; and claims that are added below."""
 if DEVICE_TYPE == "lazy":
-    ON_THE_HOST |= {
-        "encoder_within_bound"
-    }  # The first call of a module asks for addresses.
-UNWAITED = [PROGRAMS, KEYED_DROPOUT] + [
-    one
-    for module in (t01, t02, t03, t04, t05, t06, t07, t10, t13, t15, t17)
-    for name, one in vars(module).items()
-    if isinstance(one, Theorem) and one.claim.__module__ == module.__name__
-    if name not in ON_THE_HOST
-]
+    # The first call of a module needs addresses.
+    ON_THE_HOST.add("encoder_within_bound")
+
+
+def theorems_of(module: Any) -> list[Theorem]:
+    """Returns the theorems whose claims are defined in a module and run on the device."""
+    theorems = []
+    for name, value in vars(module).items():
+        if name in ON_THE_HOST or not isinstance(value, Theorem):
+            continue
+        if value.claim.__module__ == module.__name__:
+            theorems.append(value)
+    return theorems
+
+
+WITHOUT_WAITS = [PROGRAMS, KEYED_DROPOUT]
+for module in (t01, t02, t03, t04, t05, t06, t07, t10, t13, t15, t17):
+    WITHOUT_WAITS += theorems_of(module)
 
 
 @pytest.mark.parametrize(
     "theorem",
-    [*UNWAITED, t13.donation],
-    ids=lambda one: f"{one.name} {one.claim.__name__}",
+    [*WITHOUT_WAITS, t13.donation],
+    ids=lambda theorem: f"{theorem.name} {theorem.claim.__name__}",
 )
 def test_holds_on_a_device(theorem: Theorem) -> None:
-    """The claim, with no wait in any step; but for optimizers of other people's, where the host reads whether it is taken.
+    """The claim holds, with no wait in any step.
+
+    But for foreign optimizers, in T13: there the host reads whether a step is taken.
 
     Each example of lazy tensors is traced, compiled and run, so there are fewer of them. Where a process has compiled
     thousands of graphs of lazy tensors, torch runs one that is of different tensors, now and then.
     """
-    test = theorem.test(PURESTEP if theorem is t13.donation else ON_DEVICE, moved)
-    fewer = 1 if DEVICE_TYPE == "cuda" else 6
-    settings(max_examples=min(settings().max_examples // fewer, 20))(test)()
+    system = PURESTEP if theorem is t13.donation else ON_DEVICE
+    test = theorem.test(system, move_case)
+    max_examples = settings().max_examples
+    if DEVICE_TYPE != "cuda":
+        max_examples //= 6
+    settings(max_examples=min(max_examples, 20))(test)()
 
 
 # Lazy tensors have no forward mode, and no compiler takes them.
@@ -97,11 +126,11 @@ if DEVICE_TYPE != "lazy":
     @pytest.mark.parametrize("recipe", t10.OPTIMIZERS)
     def test_t10_derivatives_at_zero_on_a_device(recipe: str, normalize: str) -> None:
         """Each optimizer, exactly at the minimum."""
-        t10.check_derivatives_at_zero(recipe, normalize, moved)
+        t10.check_derivatives_at_zero(recipe, normalize, move_case)
 
     @pytest.mark.parametrize(
         "check", [t10.check_compiled_derivative, t10.check_compiled_ranks]
     )
     def test_t10_compiles_on_a_device(check: Any) -> None:
         """As one graph, a step computes the same."""
-        check(moved)
+        check(move_case)

@@ -1,4 +1,4 @@
-"""Every mutant is rejected, and the table in README.md has a line for every bug."""
+"""Tests that every mutant is rejected, and that the table in README.md has a line for every bug."""
 
 import re
 
@@ -9,7 +9,7 @@ from proofs.mutants import BUGS, MUTANTS, Mutant
 from proofs.theorem import PURESTEP
 
 EXAMPLES = 600
-"""The most cases that a claim is tried on; nearly every mutant fails one of the first few."""
+"""At most this many cases are tried; nearly every mutant fails one of the first few."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: str(mutant.number))
@@ -19,13 +19,13 @@ def test_rejected(mutant: Mutant) -> None:
     with mutants.planted(mutant):
         broken = claim.broken_by(PURESTEP, EXAMPLES)
     assert broken, (
-        f"mutant {mutant.number} survives ({mutant.bug}): the proofs have a hole"
+        f"mutant {mutant.number} survives ({mutant.description}): the proofs have a hole"
     )
     assert not claim.broken_by(PURESTEP, 2), "the source stays changed"
 
 
 def test_other_words_are_an_error() -> None:
-    """Those that the source does not have, or has twice."""
+    """Words that the source does not have, or has twice, are refused."""
     mutant = Mutant(0, "", "", "step", "no such words", "")
     refused = pytest.raises(ValueError, match="does not have these words exactly once")
     with refused, mutants.planted(mutant):

@@ -1,4 +1,4 @@
-"""T2, T3, T4, T11, T12 and T15 on real ranks: ``MeshAxis`` over gloo processes, of one group that stays up for the module.
+"""Tests T2, T3, T4, T11, T12 and T15 on real ranks: ``MeshAxis`` over gloo processes, which stay up for the module.
 
 The claims are those that the same files make of threads: state and metrics to the bit.
 """
@@ -19,60 +19,64 @@ from proofs.ranks import (
     check_step,
     check_tensor_parallel,
 )
-from proofs.strategies import GATHERS, Drawn, drawn, steps
+from proofs.strategies import GATHERS, StepCase, builds, steps
 from proofs.test_t02_ranks import GRID
 from proofs.test_t11_collectives import LAWS, blocks, check_separate_ranks
 from proofs.test_t12_shard import layers_case
 from proofs.test_t15_random import Loss, by_hand, keyed_case
 from proofs.theorem import PURESTEP
-from proofs.worlds import LARGEST, on_processes
+from proofs.worlds import NUM_PROCESSES, on_processes
 from purestep.testing.processes import World
 
 RANKS: dict[str, Any] = {
-    "axes": ["threads"], "dtypes": [torch.float64], "grids": [(0, 1), (1, LARGEST), (2, LARGEST)],
-}  # fmt: skip
-"""What threads can do, processes can; a grid is one of all of them."""
+    "axes": ["threads"],
+    "dtypes": [torch.float64],
+    "grids": [(0, 1), (1, NUM_PROCESSES), (2, NUM_PROCESSES)],
+}
+"""Steps on threads, which processes can take too; a grid is one of all processes."""
 
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    """What runs a program on processes that stay up."""
-    with World(LARGEST) as world:
+    """Returns a function that runs a program on processes that stay up."""
+    with World(NUM_PROCESSES) as world:
         yield partial(on_processes, world)
 
 
 @given(drawn=steps(**RANKS, ranks=[2, 3, 4], gathers=[""]))
-def test_t02_t03_t04(run: Run, drawn: Drawn) -> None:
+def test_t02_t03_t04(run: Run, drawn: StepCase) -> None:
     """Any share of the sequences, in any order, of which some are ignored."""
     check_metrics(PURESTEP, drawn, run=run)
 
 
-@given(name=st.sampled_from([*LAWS]), drawn=drawn(blocks))
+@given(name=st.sampled_from([*LAWS]), drawn=builds(blocks))
 def test_t11_collectives(run: Run, name: str, drawn: tuple[Tensor, int]) -> None:
     """Laws and transposes, with ensembles passing by."""
-    check_separate_ranks(run, name, *drawn)
+    x, variant = drawn
+    check_separate_ranks(run, name, x, variant)
 
 
 @given(drawn=steps(**RANKS, gathers=GATHERS))
-def test_t12_params_in_pieces(run: Run, drawn: Drawn) -> None:
-    """Params and state spread over the ranks that split the tokens, or one dimension of them."""
+def test_t12_sharded_params(run: Run, drawn: StepCase) -> None:
+    """Params and state cut over the ranks that split the tokens, or one dimension of them."""
     check_metrics(PURESTEP, drawn, run=run)
 
 
-@given(drawn=drawn(layers_case, 2))
-def test_t12_layers_in_pieces(run: Run, drawn: tuple[Drawn, int]) -> None:
-    """Layers spread over a second dimension of the mesh, whose norms are those of the whole."""
-    check_tensor_parallel(run, *drawn)
+@given(drawn=builds(layers_case, 2))
+def test_t12_sharded_layers(run: Run, drawn: tuple[StepCase, int]) -> None:
+    """Layers cut over a second dimension of the mesh, whose norms are those of full layers."""
+    case, columns = drawn
+    check_tensor_parallel(run, case, columns)
 
 
-@given(drawn=drawn(keyed_case, **RANKS))
-def test_t15_ranks(run: Run, drawn: tuple[Drawn, Loss]) -> None:
+@given(drawn=builds(keyed_case, **RANKS))
+def test_t15_ranks(run: Run, drawn: tuple[StepCase, Loss]) -> None:
     """Dropout draws what it draws in the one big batch, whichever process holds the example."""
-    (case, how, groups), loss_fn = drawn
-    check_step(PURESTEP, how, case, groups, loss_fn, by_hand, run=run)
+    (case, setup, groups), loss_fn = drawn
+    check_step(PURESTEP, setup, case, groups, loss_fn, by_hand, run=run)
 
 
 @given(drawn=steps(**GRID, dtypes=[torch.float64]))
-def test_context_parallel(run: Run, drawn: Drawn) -> None:
+def test_context_parallel(run: Run, drawn: StepCase) -> None:
     """Sequences split over a second dimension of the mesh."""
     check_context_parallel(run, drawn)

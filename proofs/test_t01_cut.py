@@ -15,26 +15,31 @@ from hypothesis import strategies as st
 
 import purestep as ps
 from proofs import models
-from proofs.programs import CLOSED_OVER, PROGRAMS, module_loss
-from proofs.ranks import check_step, check_within_bound, loss_with_aux, step_of
+from proofs.optimizers import CAPTURE
+from proofs.programs import CLOSED_OVER, PROGRAMS, make_module_loss
+from proofs.ranks import (
+    check_step,
+    check_within_bound,
+    loss_with_aux,
+    take_step,
+    without_tokens,
+)
 from proofs.strategies import (
     AXES,
-    CAPTURE,
     Batch,
     Chooser,
-    Drawn,
-    How,
-    RealDrawn,
+    Setup,
+    StepCase,
     assert_same,
-    drawn,
-    outcome,
-    real_steps,
+    builds,
+    get_weights,
     steps,
-    weights_of,
+    try_call,
 )
+from proofs.texts import RealStepCase, real_steps
 from proofs.theorem import System, as_tests, theorem
 from purestep import tree
-from purestep.testing.bounds import gamma
+from purestep.testing.bounds import rounding_bound
 from purestep.testing.specification import spec
 
 CUT: dict[str, Any] = {"ranks": [1], "shuffled": False, "padded": False}
@@ -42,42 +47,48 @@ EXACT: dict[str, Any] = {**CUT, "dtypes": [torch.float64], "trees": True}
 
 
 @theorem("T1", steps(**CUT))
-def cut_invariance(system: System, drawn: Drawn) -> None:
+def cut_invariance(system: System, drawn: StepCase) -> None:
     """The state, the loss, the count and the norm are those of the one big batch, to the bit."""
-    case, how, groups = drawn
-    *_, metrics = check_step(system, how, case, groups)
-    evaluate = system.make_eval_step(case.loss_fn, weight_fn=weights_of)
-    assert_same(evaluate(case.params, groups[0]).loss, metrics.loss, "evaluation loss")
+    case, setup, groups = drawn
+    *_, metrics = check_step(system, setup, case, groups)
+    evaluate = system.make_eval_step(case.loss_fn, weight_fn=get_weights)
+    evaluation = evaluate(case.params, groups[0])
+    assert_same(evaluation.loss, metrics.loss, "evaluation loss")
 
 
 def loss_with_terms(params: Any, batch: Batch) -> ps.LossOutput:
-    """The losses of the microbatch, their sum as a term of it, and sums for the metrics."""
-    made = loss_with_aux(params, batch)
-    return made._replace(microbatch_loss=made.aux["sum"][0])
+    """Computes losses, their sum as a term of the microbatch, and sums for the metrics."""
+    terms = loss_with_aux(params, batch)
+    return terms._replace(microbatch_loss=terms.aux["sum"][0])
 
 
 @theorem("T1", steps(**EXACT, axes=["one"], normalize="loss"))
-def terms(system: System, drawn: Drawn) -> None:
-    """∇[L + (1/M) Σₘ termₘ] over the M non-empty microbatches, whoever holds them, and aux summed over all.
+def terms(system: System, drawn: StepCase) -> None:
+    """∇[L + (1/M) Σₘ termₘ] over the M non-empty microbatches, whichever rank has them, and aux summed over all.
 
     To the bit where M is a power of two, of which the mean is exact, too.
     """
-    case, how, groups = drawn
-    ignored = {key: torch.zeros_like(leaf) for key, leaf in case.batch.items()}
+    case, setup, groups = drawn
+    ignored = without_tokens(case.batch)
     groups = [group or [ignored] for group in groups]
     present = [part for group in groups for part in group if part["w"].any()]
 
-    def loss_of(params: Any) -> torch.Tensor:
+    def total_loss(params: Any) -> torch.Tensor:
         weights = case.batch["w"].to(torch.float64)
-        loss = (weights / weights.sum() * models.integer_loss(params, case.batch)).sum()
-        extra: list[Any] = [
-            loss_with_terms(params, part).microbatch_loss for part in present
-        ]
-        return loss + torch.stack([term / len(present) for term in extra]).sum()
+        losses = models.integer_loss(params, case.batch)
+        loss = (weights / weights.sum() * losses).sum()
+        for part in present:
+            term: Any = loss_with_terms(params, part).microbatch_loss
+            loss = loss + term / len(present)
+        return loss
 
-    grads, loss = torch.func.grad_and_value(loss_of)(case.params)
+    grads, loss = torch.func.grad_and_value(total_loss)(case.params)
     state = case.params, tree.zeros_like(case.params)
-    _, actual, metrics = step_of(system, how, state, groups, loss_with_terms, CAPTURE)
+
+    _, actual, metrics = take_step(
+        system, setup, state, groups, loss_with_terms, CAPTURE
+    )
+
     if len(present).bit_count() == 1:
         actual = tree.map(lambda grad: grad.to(torch.float64), actual)
         assert_same((actual, metrics.loss), (grads, loss), "(grads, loss)")
@@ -89,109 +100,121 @@ SCALES = st.just(1.0) | st.floats(0.01, 100)
 
 
 @theorem("T1", st.tuples(real_steps(ranks=[1]), SCALES))
-def cut_within_bound(system: System, drawn: tuple[RealDrawn, float]) -> None:
+def cut_within_bound(system: System, drawn: tuple[RealStepCase, float]) -> None:
     """For the transformer, with weights of any scale: the exact gradient, but for rounding."""
     step, scale = drawn
+    case, _, _ = step
 
     def weight_fn(batch: Batch) -> torch.Tensor:
-        return batch["w"] if scale == 1.0 else batch["w"].to(step[0].dtype) * scale
+        if scale == 1.0:
+            return batch["w"]
+        return batch["w"].to(case.dtype) * scale
 
     check_within_bound(system, step, weight_fn=weight_fn)
 
 
-OWN: dict[str, Any] = {
-    "grad_and_value": ps.grad_and_value, "axes": ["one", "threads"], "gathers": [""],
-}  # fmt: skip
-"""What a loss may do to its leaves without a transform around it."""
-PROGRAMMED = steps(dtypes=[torch.float64], trees=True, **OWN)
+UNTRANSFORMED: dict[str, Any] = {
+    "grad_and_value": ps.grad_and_value,
+    "axes": ["one", "threads"],
+    "gathers": [""],
+}
+"""Settings in which no transform surrounds a loss, which may then do to its leaves what autograd allows."""
+PROGRAM_STEPS = steps(dtypes=[torch.float64], trees=True, **UNTRANSFORMED)
 
 
-@theorem("T1", st.tuples(PROGRAMMED, drawn(Chooser.sample, [*PROGRAMS], 3)))
-def programs(system: System, drawn: tuple[Drawn, list[str]]) -> None:
-    """Whatever a loss does beside computing: the step of the big batch, and nothing is recorded."""
-    (case, how, groups), names = drawn
-    for make, plain in map(PROGRAMS.__getitem__, names):
+@theorem("T1", st.tuples(PROGRAM_STEPS, builds(Chooser.sample, [*PROGRAMS], 3)))
+def programs(system: System, drawn: tuple[StepCase, list[str]]) -> None:
+    """Whatever a loss does beyond arithmetic: the step of the big batch, and nothing is recorded."""
+    (case, setup, groups), names = drawn
+    for name in names:
+        program = PROGRAMS[name]
         CLOSED_OVER.grad = None
-        *actual, _ = check_step(system, how, case, groups, make(), plain)
-        leaves = tree.leaves((actual, groups))
-        assert not any(leaf.requires_grad for leaf in leaves), (
-            "a graph came out, or a mark stayed"
-        )
-        assert CLOSED_OVER.grad is None, (
-            ".grad of what the loss closes over was written"
+
+        *state, _ = check_step(
+            system, setup, case, groups, program.make(), program.plain
         )
 
+        for leaf in tree.leaves((state, groups)):
+            assert not leaf.requires_grad, "a graph came out, or a mark stayed"
+        assert CLOSED_OVER.grad is None, ".grad of a closed-over parameter was written"
 
-@theorem("T1", st.tuples(steps(**EXACT, **OWN), st.booleans()))
-def recomputation(system: System, drawn: tuple[Drawn, bool]) -> None:
+
+@theorem("T1", st.tuples(steps(**EXACT, **UNTRANSFORMED), st.booleans()))
+def recomputation(system: System, drawn: tuple[StepCase, bool]) -> None:
     """A checkpoint in a module computes with its forward pass's parameters, or is refused."""
-    (case, how, groups), frozen = drawn
+    (case, setup, groups), frozen = drawn
     generator = case.generator
     params = {name: models.integers((3, 3), generator) for name in ("first", "second")}
     state = params, tree.zeros_like(params)
-    expected, _, _ = spec(
-        module_loss(False, frozen), CAPTURE.update, *state, case.batch
+    plain = make_module_loss(recomputes=False, frozen=frozen)
+    expected, _, _ = spec(plain, CAPTURE.update, *state, case.batch)
+    loss_fn = make_module_loss(recomputes=True, frozen=frozen)
+
+    result, message = try_call(
+        lambda: take_step(system, setup, state, groups, loss_fn, CAPTURE)
     )
-    result, refused = outcome(
-        lambda: step_of(system, how, state, groups, module_loss(True, frozen), CAPTURE)
-    )
+
     if result is None:
-        assert "own parameter, of shape (3, 3)" in refused
-        assert "ps.from_module(module)" in refused
+        assert "own parameter, of shape (3, 3)" in message
+        assert "ps.from_module(module)" in message
     else:
         assert_same(result[:2], expected)
 
 
 @theorem("T1", st.tuples(steps(**EXACT), st.booleans()))
-def unreached(system: System, drawn: tuple[Drawn, bool]) -> None:
+def unreached(system: System, drawn: tuple[StepCase, bool]) -> None:
     """A loss that does not depend on params is an error, and weight decay does not move them."""
-    (case, how, groups), without = drawn
+    (case, setup, groups), no_grad = drawn
 
     def detached(params: Any, batch: Batch) -> torch.Tensor:
-        with torch.set_grad_enabled(not without):
+        with torch.set_grad_enabled(not no_grad):
             return models.integer_loss(params, batch).detach()
 
     state = case.params, case.opt_state
-    _, refused = outcome(
-        lambda: step_of(system, how, state, groups, detached, case.recipe)
+    _, message = try_call(
+        lambda: take_step(system, setup, state, groups, detached, case.recipe)
     )
-    assert "do not depend on params" in refused
+    assert "do not depend on params" in message
 
 
-HALVES = [
-    (How(axis, {"normalize": normalize, "on_nonfinite": "skip"}), dtype)
+HALF_PRECISION_SETUPS = [
+    (Setup(axis, {"normalize": normalize, "on_nonfinite": "skip"}), dtype)
     for axis in AXES[::2]
     for normalize in ("loss", "grads")
     for dtype in (torch.bfloat16, torch.float16)
 ]
 
 
-@theorem("T1", st.sampled_from(HALVES))
-def many_microbatches(system: System, drawn: tuple[How, torch.dtype]) -> None:
+@theorem("T1", st.sampled_from(HALF_PRECISION_SETUPS))
+def many_microbatches(system: System, drawn: tuple[Setup, torch.dtype]) -> None:
     """A thousand microbatches in half precision sum within the bound of float32, over ranks too.
 
     With ``normalize="grads"`` the sum is beyond the range of float16.
     """
-    how, dtype = drawn
-    count, generator = 1000, torch.Generator().manual_seed(0)
-    size = 100.0 if how.settings["normalize"] == "grads" else 1.0
-    x = (size * (0.5 + torch.rand(count, 4, generator=generator))).to(dtype)
+    setup, dtype = drawn
+    count = 1000
+    generator = torch.Generator().manual_seed(0)
+    size = 100.0 if setup.settings["normalize"] == "grads" else 1.0
+    x = size * (0.5 + torch.rand(count, 4, generator=generator))
+    x = x.to(dtype)
     group = [{"x": row[None], "w": torch.ones(1)} for row in x]
+    groups = [group[:600], [], group[600:610], group[610:]]
     w = torch.ones(4, dtype=dtype)
-    _, grad, _ = step_of(
-        system, how, (w, tree.zeros_like(w)), [group[:600], [], group[600:610], group[610:]],
-        lambda w, m: m["x"] @ w, CAPTURE,
-    )  # fmt: skip
+    state = w, tree.zeros_like(w)
+
+    def loss_fn(w: Any, batch: Batch) -> torch.Tensor:
+        return batch["x"] @ w
+
+    _, grad, _ = take_step(system, setup, state, groups, loss_fn, CAPTURE)
+
     exact = x.to(torch.float64).mean(0)
     # A seed, and its product with x, are rounded to half precision; the sum of a thousand is not.
-    bound = (gamma(2, dtype) + gamma(count + 4, torch.float32)) * exact
-    assert ((grad - exact).abs() <= bound).all(), (
-        f"{grad} is not {exact} within {bound}"
-    )
+    roundings = rounding_bound(2, dtype) + rounding_bound(count + 4, torch.float32)
+    error = (grad - exact).abs()
+    assert (error <= roundings * exact).all(), f"{grad} is not {exact}, off by {error}"
 
 
 globals().update(as_tests(globals()))
 # torch warns of it once, where a sparse gradient meets a leaf that lies in columns.
-test_programs = pytest.mark.filterwarnings("ignore:grad and param do not obey")(
-    programs.test()
-)
+ignore_strides = pytest.mark.filterwarnings("ignore:grad and param do not obey")
+test_programs = ignore_strides(programs.test())

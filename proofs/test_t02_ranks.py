@@ -1,6 +1,8 @@
 """T2, ranks. Any assignment of the group to ranks gives the step of the single large batch.
 
-Ranks may be uneven or hold nothing at all. What comes out is the same on every rank, metrics included, and
+    update_step(θ, s, group of rank r)ᵣ = spec(θ, s, all groups)      on every rank r
+
+Ranks may be uneven or have no tokens at all. The result is the same on every rank, metrics included, and
 the number of collectives does not depend on the number of microbatches.
 """
 
@@ -13,7 +15,8 @@ from torch import Tensor
 import purestep as ps
 from proofs import models, test_t01_cut as t01
 from proofs.ranks import check_context_parallel, check_metrics, check_step
-from proofs.strategies import Case, Drawn, case_of, drawn, real_steps, steps, weights_of
+from proofs.strategies import Case, StepCase, builds, get_weights, make_case, steps
+from proofs.texts import real_steps
 from proofs.theorem import System, as_tests, theorem
 from proofs.worlds import on_threads
 from purestep import tree
@@ -26,22 +29,27 @@ GRID: Any = {
     "scalars": False,
     "accum_dtype": None,
 }
-"""Two rows, whose ranks share out what a row holds."""
+"""Two rows, whose ranks split their row's tokens among them."""
 
 
 @theorem("T2", steps(**RANKS))
-def rank_invariance(system: System, drawn: Drawn) -> None:
+def rank_invariance(system: System, drawn: StepCase) -> None:
     """The state, the loss, the norm and the counts are those of the one big batch, to the bit."""
-    case, how, groups = drawn
-    check_step(system, how, case, groups)
+    case, setup, groups = drawn
+    check_step(system, setup, case, groups)
 
 
-WITH_TERMS = steps(**RANKS, dtypes=[torch.float64], grids=[(0, 1)], normalize="loss")
-rank_terms = theorem("T2", WITH_TERMS)(t01.terms.claim)
+STEPS_WITH_TERMS = steps(
+    **RANKS,
+    dtypes=[torch.float64],
+    grids=[(0, 1)],
+    normalize="loss",
+)
+rank_terms = theorem("T2", STEPS_WITH_TERMS)(t01.terms.claim)
 
 
-REAL = st.tuples(real_steps(**RANKS), t01.SCALES)
-ranks_within_bound = theorem("T2", REAL)(t01.cut_within_bound.claim)
+SCALED_TEXTS = st.tuples(real_steps(**RANKS), t01.SCALES)
+ranks_within_bound = theorem("T2", SCALED_TEXTS)(t01.cut_within_bound.claim)
 
 
 class CountingAxis(ps.LocalAxis):
@@ -50,44 +58,53 @@ class CountingAxis(ps.LocalAxis):
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
 
-    def apply(self, law: str, x: Tensor) -> Tensor:
-        """The law, counted with its size."""
-        if law != "pvary":
-            self.calls.append((law, x.numel()))
-        return super().apply(law, x)
+    def apply(self, op: str, x: Tensor) -> Tensor:
+        """Records the law with its size, and applies it."""
+        if op != "pvary":
+            self.calls.append((op, x.numel()))
+        return super().apply(op, x)
 
-    def apply_tree(self, law: str, x: Any) -> Any:
-        """The law of each leaf."""
-        return tree.map(lambda leaf: self.apply(law, leaf), x)
+    def apply_tree(self, op: str, x: Any) -> Any:
+        """Applies the law to each leaf."""
+        return tree.map(lambda leaf: self.apply(op, leaf), x)
 
 
-@theorem("T2", st.tuples(drawn(case_of), st.integers(2, 9)))
+@theorem("T2", st.tuples(builds(make_case), st.integers(2, 9)))
 def traffic(system: System, drawn: tuple[Case, int]) -> None:
     """Whatever the number of microbatches, the same collectives run, and each gradient in one of them."""
     case, repeats = drawn
-    calls = []
-    for group in [[case.batch], [case.batch] * repeats]:
+
+    def count_calls(group: list[Any]) -> list[tuple[str, int]]:
         axis = CountingAxis()
-        how: Any = {"weight_fn": weights_of, "axis": axis}
-        step = system.make_update_step(models.integer_loss, case.optimizer, **how)
+        step = system.make_update_step(
+            models.integer_loss,
+            case.optimizer,
+            weight_fn=get_weights,
+            axis=axis,
+        )
         step(case.params, case.opt_state, group)
-        calls.append(axis.calls)
-    assert calls[0] == calls[1], "the collectives follow the number of microbatches"
-    elements = sum(numel for _, numel in calls[0])
-    assert elements == sum(leaf.numel() for leaf in tree.leaves(case.params)) + 5
+        return axis.calls
+
+    calls = count_calls([case.batch])
+    assert calls == count_calls([case.batch] * repeats), (
+        "the collectives follow the number of microbatches"
+    )
+    sent = sum(numel for _, numel in calls)
+    # The other five are scalars, such as counts and the loss.
+    assert sent == sum(leaf.numel() for leaf in tree.leaves(case.params)) + 5
 
 
-OWN: Any = {"axes": ["threads"], "ranks": (2, 3, 4), "gathers": [""]}
+SEPARATE_RANKS: Any = {"axes": ["threads"], "ranks": (2, 3, 4), "gathers": [""]}
 
 
-@theorem("T2", steps(**OWN, grad_and_value=ps.grad_and_value))
-def separate_ranks(system: System, drawn: Drawn) -> None:
-    """Ranks that run programs of their own, whose sums leave in buckets: all metrics, and evaluation, on each."""
+@theorem("T2", steps(**SEPARATE_RANKS, grad_and_value=ps.grad_and_value))
+def separate_ranks(system: System, drawn: StepCase) -> None:
+    """Ranks that run separate programs, and reduce sums in buckets: all metrics, and evaluation, on each."""
     check_metrics(system, drawn)
 
 
 @theorem("T2", steps(**GRID, dtypes=[torch.float64]))
-def context_parallel(system: System, drawn: Drawn) -> None:
+def context_parallel(system: System, drawn: StepCase) -> None:
     """Sequences split over a second dimension of the mesh: their tokens count there too."""
     check_context_parallel(on_threads, drawn)
 

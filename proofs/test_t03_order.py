@@ -1,34 +1,38 @@
 """T3, order. No permutation of sequences, microbatches or ranks changes the step."""
 
-from proofs.ranks import check_step, step_of
+from proofs.ranks import check_step, take_step
 from proofs.strategies import (
     Chooser,
-    Drawn,
     Groups,
+    StepCase,
     assert_same,
-    drawn,
-    groups_of,
-    step_case,
+    builds,
+    make_groups,
+    make_step_case,
 )
 from proofs.theorem import System, as_tests, theorem
 
 
-def order_case(choose: Chooser) -> tuple[Drawn, Groups]:
-    """A group on ranks, and its rows in another order, over other ranks and microbatches."""
-    step = step_case(choose, padded=False)
-    return step, groups_of(choose, step[0], padded=False)
+def make_reordered_case(choose: Chooser) -> tuple[StepCase, Groups]:
+    """Makes a group on ranks, and its rows in another order, over other ranks and microbatches."""
+    step = make_step_case(choose, padded=False)
+    case, _, _ = step
+    return step, make_groups(choose, case, padded=False)
 
 
-@theorem("T3", drawn(order_case))
-def order_invariance(system: System, drawn: tuple[Drawn, Groups]) -> None:
+@theorem("T3", builds(make_reordered_case))
+def order_invariance(system: System, drawn: tuple[StepCase, Groups]) -> None:
     """Rows, microbatches and ranks in another order: the same state and metrics, to the bit."""
-    (case, how, groups), other = drawn
-    *expected, metrics = check_step(system, how, case, groups)
+    (case, setup, groups), reordered = drawn
+    *expected, metrics = check_step(system, setup, case, groups)
     state = case.params, case.opt_state
-    *actual, others = step_of(system, how, state, other, case.loss_fn, case.recipe)
+    *actual, reordered_metrics = take_step(
+        system, setup, state, reordered, case.loss_fn, case.recipe
+    )
     assert_same(actual, expected)
-    held = others._replace(num_microbatches=metrics.num_microbatches)
-    assert_same(held, metrics, "metrics")
+    # The number of microbatches is what another cut changes.
+    same_cut = reordered_metrics._replace(num_microbatches=metrics.num_microbatches)
+    assert_same(same_cut, metrics, "metrics")
 
 
 globals().update(as_tests(globals()))

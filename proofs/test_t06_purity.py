@@ -9,37 +9,42 @@ from typing import Any
 
 import torch
 
-from proofs.ranks import step_of
+from proofs.ranks import take_step
 from proofs.strategies import (
     DTYPES,
     Chooser,
-    Drawn,
     Groups,
+    StepCase,
     assert_same,
-    drawn,
-    step_case,
+    builds,
+    get_weights,
+    make_step_case,
     steps,
-    weights_of,
 )
 from proofs.theorem import System, as_tests, theorem
 from purestep import tree
 
-ONE: dict[str, Any] = {"axes": ["one"], "ranks": [1], "donate": False}
+ONE_RANK: dict[str, Any] = {"axes": ["one"], "ranks": [1], "donate": False}
 
 
-def step_with(system: System, drawn: Drawn) -> Any:
-    """The case's step on one rank."""
-    (case, how, _), make = drawn, system.make_update_step
-    return make(case.loss_fn, case.optimizer, weight_fn=weights_of, **how.settings)
+def make_step(system: System, drawn: StepCase) -> Any:
+    """Makes the case's step on one rank."""
+    case, setup, _ = drawn
+    return system.make_update_step(
+        case.loss_fn,
+        case.optimizer,
+        weight_fn=get_weights,
+        **setup.settings,
+    )
 
 
-def storages(value: Any) -> set[torch.UntypedStorage]:
-    """Where the leaves that hold anything live."""
+def storages_in(value: Any) -> set[torch.UntypedStorage]:
+    """Returns the storages of the leaves that have elements."""
     return {leaf.untyped_storage() for leaf in tree.leaves(value) if leaf.numel()}
 
 
-def globals_of() -> tuple[Any, ...]:
-    """The global state that a step does not change."""
+def global_state() -> tuple[Any, ...]:
+    """Returns the global state that a step does not change."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -50,48 +55,55 @@ def globals_of() -> tuple[Any, ...]:
 
 
 @theorem("T6", steps(donate=False))
-def inputs_untouched(system: System, drawn: Drawn) -> None:
+def inputs_untouched(system: System, drawn: StepCase) -> None:
     """Inputs keep their bits and lend no storage; no global state moves; on any ranks."""
-    case, how, groups = drawn
+    case, setup, groups = drawn
     state = case.params, case.opt_state
     inputs = state, groups
-    before = tree.map(torch.clone, inputs)
-    rng, world = torch.get_rng_state(), globals_of()
-    outputs = step_of(system, how, state, groups, case.loss_fn, case.recipe)
-    assert_same(inputs, before, "inputs")
-    assert torch.equal(torch.get_rng_state(), rng), "the global RNG moved"
-    assert globals_of() == world, "global settings changed"
-    assert not storages(outputs) & storages(inputs), (
-        "an output lives in an input's storage"
-    )
+    inputs_before = tree.map(torch.clone, inputs)
+    rng_before = torch.get_rng_state()
+    globals_before = global_state()
+
+    outputs = take_step(system, setup, state, groups, case.loss_fn, case.recipe)
+
+    assert_same(inputs, inputs_before, "inputs")
+    assert torch.equal(torch.get_rng_state(), rng_before), "the global RNG moved"
+    assert global_state() == globals_before, "global settings changed"
+    shared = storages_in(outputs) & storages_in(inputs)
+    assert not shared, "an output lives in an input's storage"
     assert not any(leaf.requires_grad for leaf in tree.leaves(outputs))
 
 
-def two_groups(choose: Chooser) -> tuple[Drawn, Groups]:
-    """A step, and another group of another size."""
-    one, other = (
-        step_case(choose, **ONE, dtypes=[dtype])
-        for dtype in [choose.choice(DTYPES)] * 2
-    )
-    return one, other[2]
+def make_two_groups(choose: Chooser) -> tuple[StepCase, Groups]:
+    """Makes a step, and another group of another size."""
+    dtype = choose.choice(DTYPES)
+    step = make_step_case(choose, **ONE_RANK, dtypes=[dtype])
+    _, _, other_groups = make_step_case(choose, **ONE_RANK, dtypes=[dtype])
+    return step, other_groups
 
 
-@theorem("T6", drawn(two_groups))
-def no_memory(system: System, drawn: tuple[Drawn, Groups]) -> None:
+@theorem("T6", builds(make_two_groups))
+def no_memory(system: System, drawn: tuple[StepCase, Groups]) -> None:
     """Called for other arguments in between, the same arguments give the same result."""
-    (case, _, (group,)), (other,) = drawn
-    step, fresh = (step_with(system, drawn[0]) for _ in range(2))
+    step_case, (other,) = drawn
+    case, _, (group,) = step_case
+    step = make_step(system, step_case)
+    fresh_step = make_step(system, step_case)
+
     first = step(case.params, case.opt_state, group)
-    moved = step(case.params, case.opt_state, other)
-    assert_same(step(case.params, case.opt_state, group), first, "the second call")
-    assert_same(fresh(case.params, case.opt_state, other), moved, "another instance")
+    on_other = step(case.params, case.opt_state, other)
+    second = step(case.params, case.opt_state, group)
+
+    assert_same(second, first, "the second call")
+    fresh = fresh_step(case.params, case.opt_state, other)
+    assert_same(fresh, on_other, "another instance")
 
 
-@theorem("T6", steps(**ONE))
-def grad_untouched(system: System, drawn: Drawn) -> None:
+@theorem("T6", steps(**ONE_RANK))
+def grad_untouched(system: System, drawn: StepCase) -> None:
     """Params that require grad, in any grad mode: their ``.grad`` stays; values are the same."""
     case, _, (group,) = drawn
-    step = step_with(system, drawn)
+    step = make_step(system, drawn)
     expected = step(case.params, case.opt_state, group)
     params = tree.map(lambda leaf: leaf.detach().requires_grad_().clone(), case.params)
     for leaf in tree.leaves(params):
@@ -100,13 +112,12 @@ def grad_untouched(system: System, drawn: Drawn) -> None:
         with torch.set_grad_enabled(grad_mode):
             result = step(params, case.opt_state, group)
             assert torch.is_grad_enabled() == grad_mode
-        assert_same(
-            tree.map(torch.Tensor.detach, result), expected, "with requires_grad"
-        )
-        assert not any(leaf.requires_grad for leaf in tree.leaves(result[2]))
-    assert all((leaf.grad == 7).all() for leaf in tree.leaves(params)), (
-        ".grad was written"
-    )
+        values = tree.map(torch.Tensor.detach, result)
+        assert_same(values, expected, "with requires_grad")
+        _, _, metrics = result
+        assert not any(leaf.requires_grad for leaf in tree.leaves(metrics))
+    for leaf in tree.leaves(params):
+        assert (leaf.grad == 7).all(), ".grad was written"
 
 
 globals().update(as_tests(globals()))

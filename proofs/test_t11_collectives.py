@@ -8,7 +8,7 @@ same on all ranks is counted once.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,53 +18,64 @@ from torch import Tensor
 import purestep as ps
 from proofs.models import integers
 from proofs.ranks import Run
-from proofs.strategies import Chooser, assert_same, drawn
+from proofs.strategies import Chooser, assert_same, builds
 from proofs.worlds import Ranks, on_threads
-
-Collective = Callable[[Tensor, ps.Axis], Tensor]
-
-Law = tuple[Collective, Callable[[Tensor], Tensor]]
-"""What a rank calls, and what all ranks get of the blocks that they bring."""
+from purestep import tree
 
 
-def gathering(**how: Any) -> Law:
-    """``all_gather``, along a dimension or as it comes."""
-    join = torch.cat if how.get("tiled") else torch.stack
+class Law(NamedTuple):
+    """A collective that a rank calls, and the results of all ranks as a function of their blocks."""
+
+    collective: Callable[[Tensor, ps.Axis], Tensor]
+    expected: Callable[[Tensor], Tensor]
+
+
+def gather_law(dim: int = 0, tiled: bool = False) -> Law:
+    """Makes the law of ``all_gather``, along a dimension or in front."""
+
+    def collective(x: Tensor, axis: ps.Axis) -> Tensor:
+        return ps.all_gather(x, axis, dim=dim, tiled=tiled)
 
     def expected(x: Tensor) -> Tensor:
-        joined = join(list(x), how.get("dim", 0))
+        blocks = list(x)
+        joined = torch.cat(blocks, dim) if tiled else torch.stack(blocks, dim)
         return joined.expand(len(x), *joined.shape)
 
-    return lambda x, axis: ps.all_gather(x, axis, **how), expected
+    return Law(collective, expected)
 
 
-def scattering(**how: Any) -> Law:
-    """``psum_scatter`` of blocks whose ranks lie along that dimension, twice where it is tiled."""
-    dim, tiled = how.get("dim", 0), how.get("tiled", False)
+def scatter_law(dim: int = 0, tiled: bool = False) -> Law:
+    """Makes the law of ``psum_scatter`` of blocks whose ranks lie along a dimension, twice if it is tiled."""
 
-    def arranged(block: Tensor) -> Tensor:
+    def arrange(block: Tensor) -> Tensor:
         moved = block.movedim(-1, dim)
         return torch.cat([moved, moved + 1], dim) if tiled else moved
 
+    def collective(x: Tensor, axis: ps.Axis) -> Tensor:
+        return ps.psum_scatter(arrange(x), axis, dim=dim, tiled=tiled)
+
     def expected(x: Tensor) -> Tensor:
-        total = torch.vmap(arranged)(x).sum(0)
+        total = torch.vmap(arrange)(x).sum(0)
         return torch.stack(total.chunk(len(x), dim) if tiled else total.unbind(dim))
 
-    return lambda x, axis: ps.psum_scatter(arranged(x), axis, **how), expected
+    return Law(collective, expected)
 
 
-HOW: list[dict[str, Any]] = [
-    {},
-    {"tiled": True},
-    *({"dim": dim, "tiled": tiled} for dim in (0, 1, 2, -1) for tiled in (False, True)),
-]
+GATHERS = [gather_law(), gather_law(tiled=True)]
+SCATTERS = [scatter_law(), scatter_law(tiled=True)]
+for dim in (0, 1, 2, -1):
+    for tiled in (False, True):
+        GATHERS.append(gather_law(dim, tiled))
+        SCATTERS.append(scatter_law(dim, tiled))
+
 LAWS: dict[str, list[Law]] = {
-    "psum": [(ps.psum, lambda x: x.sum(0).expand_as(x))],
-    "pmean": [(ps.pmean, lambda x: (x.sum(0) / len(x)).expand_as(x))],
-    "pvary": [(ps.pvary, lambda x: x)],
-    "all_gather": [gathering(**how) for how in HOW],
-    "psum_scatter": [scattering(**how) for how in HOW],
+    "psum": [Law(ps.psum, lambda x: x.sum(0).expand_as(x))],
+    "pmean": [Law(ps.pmean, lambda x: (x.sum(0) / len(x)).expand_as(x))],
+    "pvary": [Law(ps.pvary, lambda x: x)],
+    "all_gather": GATHERS,
+    "psum_scatter": SCATTERS,
 }
+"""Each collective, with each choice of its arguments."""
 TRANSPOSES: dict[str, Callable[[Tensor], Tensor]] = {
     # What psum gives is the same everywhere, so its cotangent is too: counted once, it comes back as it is.
     "psum": lambda y: y,
@@ -76,110 +87,145 @@ TRANSPOSES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def blocks(choose: Chooser) -> tuple[Tensor, int]:
-    """Integers, ``(ranks, 2, 3, ranks)``: one block of shape (2, 3, ranks) on every rank; and a way to call a law."""
+    """Makes integers, ``(ranks, 2, 3, ranks)``: a block of shape (2, 3, ranks) on each rank; and a law's variant."""
     size = choose.randint(1, 4)
-    return integers((size, 2, 3, size), choose.generator(), 8), choose.randrange(
-        len(HOW)
-    )
+    x = integers((size, 2, 3, size), choose.generator(), 8)
+    return x, choose.randrange(len(GATHERS))
 
 
-def called(name: str, way: int) -> Law:
-    """The law, called that way."""
-    return LAWS[name][way % len(LAWS[name])]
+def law_of(name: str, variant: int) -> Law:
+    """Returns the law, with one choice of its arguments."""
+    return LAWS[name][variant % len(LAWS[name])]
 
 
 @pytest.mark.parametrize("law", LAWS)
-@given(drawn=drawn(blocks))
+@given(drawn=builds(blocks))
 def test_law(law: str, drawn: tuple[Tensor, int]) -> None:
     """What every rank gets; also with ensembles passing by, nested axes, and of a value that all ranks share."""
-    x, way = drawn
-    collective, expected = called(law, way)
-    axis, other = ps.VmapAxis(len(x)), ps.VmapAxis(2)
+    x, variant = drawn
+    collective, expected = law_of(law, variant)
+    axis = ps.VmapAxis(len(x))
 
     def on_rank(block: Tensor) -> Tensor:
         return collective(block, axis)
 
     on_ranks = axis.map(on_rank)
     assert torch.equal(on_ranks(x), expected(x))
-    both, each = (
-        torch.stack([x, x + 1], 1),
-        torch.stack([expected(x), expected(x + 1)], 1),
-    )
-    last = torch.vmap(on_ranks, in_dims=-1, out_dims=1)(both.movedim(1, -1))
-    for found in (
-        axis.map(torch.vmap(on_rank))(both),
-        torch.vmap(on_ranks, in_dims=1, out_dims=1)(both),
-        last,
-        axis.map(other.map(on_rank))(both),
-        other.map(on_ranks)(both.movedim(1, 0)).movedim(1, 0),
-    ):
-        assert torch.equal(found, each)
+    check_ensembles(axis, on_rank, x, expected)
     shared = axis.map(on_rank, in_dims=None)(x[0])
     assert torch.equal(shared, expected(x[:1].expand_as(x)))
     if len(x) == 1:
         assert torch.equal(collective(x[0], ps.LocalAxis()), on_ranks(x)[0])
 
 
-@given(drawn(blocks))
+def check_ensembles(
+    axis: ps.VmapAxis,
+    on_rank: Callable[[Tensor], Tensor],
+    x: Tensor,
+    expected: Callable[[Tensor], Tensor],
+) -> None:
+    """Checks that an ensemble of two is its members, whichever vmap is inside the other."""
+    on_ranks = axis.map(on_rank)
+    other = ps.VmapAxis(2)
+    ensemble = torch.stack([x, x + 1], 1)
+    inside = axis.map(torch.vmap(on_rank))
+    outside = torch.vmap(on_ranks, in_dims=1, out_dims=1)
+    last = torch.vmap(on_ranks, in_dims=-1, out_dims=1)
+    inner_axis = axis.map(other.map(on_rank))
+    outer_axis = other.map(on_ranks)
+    members = torch.stack([expected(x), expected(x + 1)], 1)
+    for actual in (
+        inside(ensemble),
+        outside(ensemble),
+        last(ensemble.movedim(1, -1)),
+        inner_axis(ensemble),
+        outer_axis(ensemble.movedim(1, 0)).movedim(1, 0),
+    ):
+        assert torch.equal(actual, members)
+
+
+@given(builds(blocks))
 def test_index_and_trees(drawn: tuple[Tensor, int]) -> None:
     """Every rank knows its number, collectives take trees, and integers are summed as integers."""
     x, _ = drawn
     axis = ps.VmapAxis(len(x))
-    assert axis.map(lambda _: axis.index)(x).tolist() == list(range(len(x)))
-    total = axis.map(
-        lambda b: ps.psum({"a": [b], "none": None, "flag": b > 0}, axis), 0, None
-    )(x)
+
+    def sum_tree(block: Tensor) -> Any:
+        return ps.psum({"a": [block], "none": None, "flag": block > 0}, axis)
+
+    total = axis.map(sum_tree, in_dims=0, out_dims=None)(x)
     assert_same(total, {"a": [x.sum(0)], "none": None, "flag": (x > 0).sum(0)})
+    assert axis.map(lambda _: axis.index)(x).tolist() == list(range(len(x)))
 
 
-def separately(
-    axis: ps.Axis, name: str, way: int, forward_mode: bool, block: Tensor
-) -> list[Tensor]:
-    """What a rank of its own gets: the law, two at once as an ensemble, and the derivatives."""
-    collective, _ = called(name, way)
+class RankResult(NamedTuple):
+    """The results of one rank: of the law, for an ensemble of two, and its derivatives."""
 
-    def of(block: Tensor) -> Tensor:
-        return collective(block, axis)
+    y: Tensor
+    ensemble: Tensor
+    tangent: Tensor | None
+    pulled: Tensor
+    transposed_twice: Tensor
+
+
+def call_law(
+    axis: ps.Axis, name: str, variant: int, forward_mode: bool, block: Tensor
+) -> RankResult:
+    """Computes the results of one rank."""
+    law = law_of(name, variant)
+
+    def call(block: Tensor) -> Tensor:
+        return law.collective(block, axis)
 
     def pull(block: Tensor, cotangent: Tensor) -> Tensor:
-        return torch.func.vjp(of, block)[1](cotangent)[0]
+        vjp_fn = torch.func.vjp(call, block)[1]
+        (pulled,) = vjp_fn(cotangent)
+        return pulled
 
-    y = of(block)
-    ensemble = torch.vmap(of)(torch.stack([block, block + 1]))
-    push = [torch.func.jvp(of, (block,), (block,))[1]] if forward_mode else []
-    twice = torch.func.vjp(lambda c: pull(block, c), y)[1](block)[0]
-    return [y, *ensemble, *push, pull(block, y + 1), twice]
+    y = call(block)
+    ensemble = torch.vmap(call)(torch.stack([block, block + 1]))
+    tangent = None
+    if forward_mode:
+        tangent = torch.func.jvp(call, (block,), (block,))[1]
+    transpose_again = torch.func.vjp(lambda c: pull(block, c), y)[1]
+    (transposed_twice,) = transpose_again(block)
+    return RankResult(y, ensemble, tangent, pull(block, y + 1), transposed_twice)
 
 
 @pytest.mark.parametrize("law", TRANSPOSES)
-@given(drawn=drawn(blocks))
+@given(drawn=builds(blocks))
 def test_transpose(law: str, drawn: tuple[Tensor, int]) -> None:
     """vjp inside the program is the stated transpose; jvp is the law; twice transposed is the law."""
     x, _ = drawn
     axis = ps.VmapAxis(len(x))
-    y, _, _, tangent, pulled, twice = axis.map(partial(separately, axis, law, 0, True))(
-        x
-    )
-    assert torch.equal(pulled, TRANSPOSES[law](y + 1))
-    assert torch.equal(tangent, y)
-    assert torch.equal(twice, y)
+    program = partial(call_law, axis, law, 0, True)
+
+    result = axis.map(program)(x)
+
+    assert torch.equal(result.pulled, TRANSPOSES[law](result.y + 1))
+    assert torch.equal(result.tangent, result.y)
+    assert torch.equal(result.transposed_twice, result.y)
 
 
 def check_separate_ranks(
-    run: Run, name: str, x: Tensor, way: int, forward_mode: bool = True
+    run: Run, name: str, x: Tensor, variant: int, forward_mode: bool = True
 ) -> None:
-    """Ranks of their own get to the bit what a simulated rank gets, whose law and transposes are proved above."""
-    size, axis = len(x), ps.VmapAxis(len(x))
-    expected = axis.map(lambda block: separately(axis, name, way, forward_mode, block))(
-        x
-    )
-    args = [name] * size, [way] * size, [forward_mode] * size, list(x)
-    for rank, result in enumerate(run(Ranks(size, 1 << 20), separately, *args)):
-        assert_same(result, [leaf[rank] for leaf in expected], f"rank {rank}")
+    """Checks that separate ranks get to the bit what a simulated rank gets, whose law and transposes are proved above."""
+    size = len(x)
+    axis = ps.VmapAxis(size)
+    program = partial(call_law, axis, name, variant, forward_mode)
+    expected = axis.map(program)(x)
+    args = [name] * size, [variant] * size, [forward_mode] * size, list(x)
+
+    results = run(Ranks(size, 1 << 20), call_law, *args)
+
+    for rank, result in enumerate(results):
+        of_rank = tree.map(lambda leaf, rank=rank: leaf[rank], expected)
+        assert_same(result, of_rank, f"rank {rank}")
 
 
 @pytest.mark.parametrize("name", LAWS)
-@given(drawn=drawn(blocks))
+@given(drawn=builds(blocks))
 def test_threads(name: str, drawn: tuple[Tensor, int]) -> None:
     """Threads are ranks; but torch has one level of forward-mode differentiation for all of them."""
     check_separate_ranks(on_threads, name, *drawn, forward_mode=False)

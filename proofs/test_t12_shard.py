@@ -1,14 +1,14 @@
-"""T12, sharding. A step on pieces gives the pieces of the step on whole tensors, and its metrics.
+"""T12, sharding. A step on shards gives the shards of the step on full tensors, and its metrics.
 
     unshard(step(shard(θ), shard(s))) = step(θ, s)
 
-The axis over which the state is spread is the step's own (the ranks that split the tokens), one dimension of it, or one that
-does not split tokens (tensor parallelism). The step gathers once, or for each microbatch, or leaves it to the loss. Some pieces
-are empty, some shorter than others. Norms, clipping and skips are those of the whole.
+The axis over which the state is cut is the step's own (the ranks that split the tokens), one dimension of it, or one that
+does not split tokens (tensor parallelism). The step gathers once, or for each microbatch, or leaves it to the loss. Some shards
+are empty, some shorter than others. Norms, clipping and skips are those of the full tensors.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -16,156 +16,214 @@ from torch import Tensor
 
 import purestep as ps
 from proofs.parallel import tensor_parallel_step
-from proofs.ranks import alone, check_metrics, check_tensor_parallel, simulated
+from proofs.ranks import (
+    check_metrics,
+    check_tensor_parallel,
+    run_simulated,
+    step_on_full_params,
+)
 from proofs.strategies import (
     GATHERS,
     Chooser,
-    Drawn,
+    StepCase,
     assert_same,
-    drawn,
-    side_by_side,
-    step_case,
+    builds,
+    make_step_case,
+    stack_ranks,
     steps,
 )
 from proofs.theorem import System, as_tests, theorem
 from proofs.worlds import Grid, Ranks, on_threads
 from purestep import tree
 
-PIECES: dict[str, Any] = {"dtypes": [torch.float64], "gathers": GATHERS}
+SHARDED: dict[str, Any] = {"dtypes": [torch.float64], "gathers": GATHERS}
+UNEVEN_GRIDS = [(0, 1), (0, 5), (1, 3), (2, 2), (2, 6)]
 
 
-def layers_case(choose: Chooser, *columns: int) -> tuple[Drawn, int]:
-    """A layer of four in three columns leaves one of them empty; the rest may be spread over the rows."""
-    how: dict[str, Any] = {
-        "axes": ["threads"],
-        "ranks": [2],
-        "gathers": ["", "step", "microbatch"],
-    }
-    case = step_case(choose, dtypes=[torch.float64], scalars=False, trees=True, **how)
+def layers_case(choose: Chooser, *columns: int) -> tuple[StepCase, int]:
+    """Makes a step on two rows, and chooses the number of columns.
+
+    A layer of four in three columns leaves one of them empty; the other leaves may be cut over the rows.
+    """
+    case = make_step_case(
+        choose,
+        dtypes=[torch.float64],
+        scalars=False,
+        trees=True,
+        axes=["threads"],
+        ranks=[2],
+        gathers=["", "step", "microbatch"],
+    )
     return case, choose.choice(columns)
 
 
-@theorem("T12", drawn(layers_case, 1, 2, 3))
-def separate_layers(system: System, drawn: tuple[Drawn, int]) -> None:
-    """Layers spread beside the ranks that split the tokens: the state and all metrics, to the bit."""
-    check_tensor_parallel(on_threads, *drawn)
+@theorem("T12", builds(layers_case, 1, 2, 3))
+def separate_layers(system: System, drawn: tuple[StepCase, int]) -> None:
+    """Layers cut over ranks that share tokens: the state and all metrics, to the bit."""
+    case, columns = drawn
+    check_tensor_parallel(on_threads, case, columns)
 
 
-@theorem("T12", drawn(layers_case, 2, 3))
-def simulated_layers(system: System, drawn: tuple[Drawn, int]) -> None:
-    """Where a batch of uneven pieces, which are filled up, runs through one program."""
-    (case, how, groups), size = drawn
-    rows, columns = ps.VmapAxis(2), ps.VmapAxis(size)
+@theorem("T12", builds(layers_case, 2, 3))
+def simulated_layers(system: System, drawn: tuple[StepCase, int]) -> None:
+    """The same in one program, which batches uneven shards, padded to one size."""
+    (case, setup, groups), size = drawn
+    rows = ps.VmapAxis(2)
+    columns = ps.VmapAxis(size)
+    grid = Grid(rows, columns, rows)
 
-    def program(_: Any, *rank: Any) -> Any:
-        one = partial(tensor_parallel_step, case.recipe, how, Grid(rows, columns, rows))
-        return columns.map(one, in_dims=None, out_dims=None)(*rank)
+    def program(_: Any, *inputs: Any) -> Any:
+        step = partial(tensor_parallel_step, case.recipe, setup, grid)
+        return columns.map(step, in_dims=None, out_dims=None)(*inputs)
 
-    on_grid = simulated(rows, program, (None, None, 0))
-    found = on_grid(case.params, case.opt_state, side_by_side(groups))
-    assert_same(found, alone(case, how, groups))
+    on_grid = run_simulated(rows, program, (None, None, 0))
+    actual = on_grid(case.params, case.opt_state, stack_ranks(groups))
+    assert_same(actual, step_on_full_params(case, setup, groups))
 
 
-@theorem(
-    "T12",
-    steps(**PIECES, axes=["threads"], grids=[(0, 1), (0, 5), (1, 3), (2, 2), (2, 6)]),
-)
-def separate_params(system: System, drawn: Drawn) -> None:
-    """Params and state spread over the step's own axis, or one of two dimensions of it, whose ranks are uneven."""
+@theorem("T12", steps(**SHARDED, axes=["threads"], grids=UNEVEN_GRIDS))
+def separate_params(system: System, drawn: StepCase) -> None:
+    """Params and state cut over the step's own axis, or one of two dimensions of it, whose ranks are uneven."""
     check_metrics(system, drawn)
 
 
-@theorem("T12", steps(**PIECES, axes=["simulated"]))
-def simulated_params(system: System, drawn: Drawn) -> None:
-    """Where a batch of uneven pieces runs through one program."""
+@theorem("T12", steps(**SHARDED, axes=["simulated"]))
+def simulated_params(system: System, drawn: StepCase) -> None:
+    """The same in one program, which batches uneven shards."""
     check_metrics(system, drawn)
 
 
-def tensor_case(choose: Chooser) -> tuple[Tensor, int, int]:
-    """Integers of any shape, a dimension, and how many ranks there are."""
+class TensorCase(NamedTuple):
+    """Integers of any shape, a dimension to cut, and how many ranks there are."""
+
+    full: Tensor
+    dim: int
+    size: int
+
+
+def make_tensor_case(choose: Chooser) -> TensorCase:
+    """Makes a tensor of one to three dimensions, each of zero to five elements."""
     shape = [choose.randrange(6) for _ in range(choose.randint(1, 3))]
-    whole = torch.randint(-4, 5, shape, generator=choose.generator()).to(torch.float64)
-    return whole, choose.randrange(len(shape)), choose.randint(1, 4)
+    full = torch.randint(-4, 5, shape, generator=choose.generator())
+    dim = choose.randrange(len(shape))
+    return TensorCase(full.to(torch.float64), dim, choose.randint(1, 4))
 
 
-@theorem("T12", drawn(tensor_case))
-def pieces_of_one_tensor(system: System, drawn: tuple[Tensor, int, int]) -> None:
-    """Pieces are ``torch.chunk``'s, norm, clip and what is finite are the whole's, which they are together; on all kinds of axes."""
-    whole, dim, size = drawn
-    params = {"w": whole, "scale": whole.sum()}
-    clip = ps.optim.clip_by_global_norm(1.0)
+class ShardFacts(NamedTuple):
+    """What all ranks agree on about shards of params."""
+
+    params: Any
+    clipped: Any
+    norm: Tensor
+    reciprocals_finite: Tensor
+
+
+CLIP = ps.optim.clip_by_global_norm(1.0)
+
+
+def facts_of_full(params: dict[str, Tensor]) -> ShardFacts:
+    """Computes the facts from full tensors."""
+    clipped, _ = CLIP.update(params, (), None)
+    elements = torch.cat([leaf.flatten() for leaf in params.values()])
+    norm = torch.linalg.vector_norm(elements)
+    # Of integers, the reciprocal of 0 alone is not finite.
+    return ShardFacts(params, clipped, norm, elements.all())
+
+
+def facts_of_shards(shards: dict[str, Any]) -> ShardFacts:
+    """Computes the facts from shards, by collectives."""
+    clipped, _ = CLIP.update(shards, (), None)
+    params, clipped = ps.unshard((shards, clipped))
+    finite = tree.all_finite(tree.map(torch.reciprocal, shards))
+    return ShardFacts(params, clipped, tree.global_norm(shards), finite)
+
+
+@theorem("T12", builds(make_tensor_case))
+def pieces_of_one_tensor(system: System, drawn: TensorCase) -> None:
+    """Shards are ``torch.chunk``'s; together they have the full tensor's norm, clip and finite elements, on all kinds of axes."""
+    full, dim, size = drawn
+    params = {"w": full, "scale": full.sum()}
+    expected = facts_of_full(params)
+    chunks = [*full.chunk(size, dim)]
+    empty = full.narrow(dim, 0, 0)
+    chunks += [empty] * (size - len(chunks))
 
     def program(axis: Any) -> Any:
-        pieces = ps.shard(params, axis, dim - whole.ndim)
-        clipped, _ = clip.update(pieces, (), None)
-        finite = tree.all_finite(tree.map(torch.reciprocal, pieces))
-        seen = ps.unshard((pieces, clipped)), tree.global_norm(pieces), finite
-        return pieces["w"].local, seen
+        shards = ps.shard(params, axis, dim - full.ndim)
+        return shards["w"].local, facts_of_shards(shards)
 
-    every = torch.cat([whole.flatten(), whole.sum()[None]])
-    clipped = clip.update(params, (), None)[0]
-    expected = (params, clipped), torch.linalg.vector_norm(every), every.all()
-    chunks = [*whole.chunk(size, dim), *[whole.narrow(dim, 0, 0)] * size]
-    separate = (
-        on_threads(Ranks(size, 40), program) if size > 1 else [program(ps.LocalAxis())]
+    if size == 1:
+        separate = [program(ps.LocalAxis())]
+    else:
+        separate = on_threads(Ranks(size, 40), program)
+    for chunk, (local, facts) in zip(chunks, separate, strict=True):
+        assert torch.equal(local, chunk) or not full.numel()
+        assert_same(facts, expected)
+
+    on_ranks = run_simulated(
+        ps.VmapAxis(size), lambda axis, _: program(axis), out_dims=(0, None)
     )
-    for chunk, (piece, seen) in zip(chunks, separate, strict=False):
-        assert torch.equal(piece, chunk) or not whole.numel()
-        assert_same(seen, expected)
-    axis = ps.VmapAxis(size)
-    on_ranks = simulated(axis, lambda axis, _: program(axis), out_dims=(0, None))
-    filled, seen = on_ranks(torch.arange(size))
-    assert_same(seen, expected)
-    for one, (piece, _) in zip(filled, separate, strict=False):
-        assert torch.equal(one.narrow(dim, 0, piece.shape[dim]), piece)
-        assert one.norm() == piece.norm()
+    padded_shards, facts = on_ranks(torch.arange(size))
+    assert_same(facts, expected)
+    for padded, (local, _) in zip(padded_shards, separate, strict=True):
+        assert torch.equal(padded.narrow(dim, 0, local.shape[dim]), local)
+        assert padded.norm() == local.norm()
 
 
-@theorem("T12", drawn(tensor_case))
-def summed_cotangents(system: System, drawn: tuple[Tensor, int, int]) -> None:
-    """What each rank computes of the gathered whole adds up: in the gradient of the pieces, and of the whole."""
-    whole, dim, size = drawn
+@theorem("T12", builds(make_tensor_case))
+def summed_cotangents(system: System, drawn: TensorCase) -> None:
+    """What each rank computes of the gathered tensor adds up: in the gradient of the shards, and of the full tensor."""
+    full, dim, size = drawn
 
     def program(axis: Any, factor: Tensor) -> Any:
-        def of_piece(piece: Tensor) -> Tensor:
-            gathered = ps.unshard(ps.Shard(piece, axis, tuple(whole.shape), dim))
-            return (factor * gathered.square()).sum()
+        def unshard(local: Tensor) -> Any:
+            return ps.unshard(ps.Shard(local, axis, tuple(full.shape), dim))
 
-        def of_whole(whole: Tensor) -> Tensor:
-            return of_piece(ps.shard(whole, axis, dim).local)
+        def loss_of_shard(local: Tensor) -> Tensor:
+            return (factor * unshard(local).square()).sum()
 
-        slope = torch.func.grad(of_piece)(ps.shard(whole, axis, dim).local)
-        by_piece = ps.unshard(ps.Shard(slope, axis, tuple(whole.shape), dim))
-        return by_piece, torch.func.grad(of_whole)(whole)
+        def loss_of_full(full: Tensor) -> Tensor:
+            return loss_of_shard(ps.shard(full, axis, dim).local)
+
+        local = ps.shard(full, axis, dim).local
+        grad_of_shard = torch.func.grad(loss_of_shard)(local)
+        return unshard(grad_of_shard), torch.func.grad(loss_of_full)(full)
 
     factors = torch.arange(1, size + 1, dtype=torch.float64)
-    expected = (2 * factors.sum() * whole,) * 2
-    for slopes in on_threads(Ranks(size, 40), program, factors.unbind()):
-        assert_same(slopes, expected)
-    axis = ps.VmapAxis(size)
-    assert_same(simulated(axis, program)(factors), expected)
+    grad = 2 * factors.sum() * full
+    for grads in on_threads(Ranks(size, 40), program, factors.unbind()):
+        assert_same(grads, (grad, grad))
+    on_ranks = run_simulated(ps.VmapAxis(size), program)
+    assert_same(on_ranks(factors), (grad, grad))
 
 
-@theorem(
-    "T12", st.tuples(drawn(tensor_case), st.sampled_from([7.0, torch.inf, torch.nan]))
-)
-def filled_up(system: System, drawn: tuple[tuple[Tensor, int, int], float]) -> None:
-    """What a piece is filled up with is never read: by a norm, a finite check, a gather, a loss."""
-    (whole, dim, size), garbage = drawn
+PADDING = st.sampled_from([7.0, torch.inf, torch.nan])
+
+
+@theorem("T12", st.tuples(builds(make_tensor_case), PADDING))
+def filled_up(system: System, drawn: tuple[TensorCase, float]) -> None:
+    """A shard's padding is never read: by a norm, a finite check, a gather, a loss."""
+    (full, dim, size), padding = drawn
+
+    def loss_fn(w: Any, x: Any) -> Any:
+        return w.sum() * x
 
     def program(axis: Any, _: Tensor) -> Any:
-        node, ones = (ps.shard(x, axis, dim) for x in (whole, torch.ones_like(whole)))
-        node.local = torch.where(ones.local > 0, node.local, garbage)
-        evaluate = system.make_eval_step(
-            lambda w, x: w.sum() * x, weight_fn=torch.ones_like
+        shard = ps.shard(full, axis, dim)
+        ones = ps.shard(torch.ones_like(full), axis, dim)
+        shard.local = torch.where(ones.local > 0, shard.local, padding)
+        evaluate = system.make_eval_step(loss_fn, weight_fn=torch.ones_like)
+        evaluation = evaluate(shard, [torch.ones(1, dtype=torch.float64)])
+        return (
+            tree.global_norm(shard),
+            tree.all_finite(shard),
+            ps.unshard(shard),
+            ps.psum(evaluation.loss, axis),
         )
-        loss = ps.psum(evaluate(node, [torch.ones(1, dtype=torch.float64)]).loss, axis)
-        seen = tree.global_norm(node), tree.all_finite(node)
-        return *seen, ps.unshard(node), loss
 
-    seen = simulated(ps.VmapAxis(size), program)(torch.arange(size))
-    norm = torch.linalg.vector_norm(whole)
-    assert_same(seen, (norm, torch.tensor(True), whole, whole.sum()))
+    actual = run_simulated(ps.VmapAxis(size), program)(torch.arange(size))
+    norm = torch.linalg.vector_norm(full)
+    assert_same(actual, (norm, torch.tensor(True), full, full.sum()))
 
 
 globals().update(as_tests(globals()))

@@ -1,6 +1,8 @@
 """T16, resume. Save, load and go on equals never having stopped: params, state and metrics, bitwise.
 
-On ranks, too, whose state is spread over them, and of which there may be more or fewer after each stop. ``tests/mortal.py`` kills them.
+    train(m + n steps) = load(save(train(m steps))) + n steps
+
+On ranks, too, whose state is cut over them, and of which there may be more or fewer after each stop. ``tests/killed_training.py`` kills them.
 """
 
 import io
@@ -18,20 +20,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from proofs import models
+from proofs.optimizers import OPTIMIZERS
 from proofs.strategies import (
     LAYOUTS,
-    OPTIMIZERS,
     Batch,
     Chooser,
     assert_same,
-    case_of,
-    copied,
-    cut,
-    cut_of,
-    drawn,
-    laid_out,
-    settings_of,
-    weights_of,
+    builds,
+    change_layout,
+    choose_settings,
+    copy_state,
+    cut_batch,
+    get_weights,
+    make_case,
+    make_cut,
 )
 from proofs.theorem import PURESTEP, System, as_tests, theorem
 from purestep import tree
@@ -44,212 +46,262 @@ ADAPTED = {
 
 
 def through_a_file(state: Any, like: Any) -> Any:
-    """Saved by one process and loaded by the next."""
+    """Saves as one process does, and loads as the next."""
     with TemporaryDirectory() as folder:
         ps.checkpoint.save(Path(folder, "state"), state)
         return ps.checkpoint.load(Path(folder, "state"), like)
 
 
 def through_torch_save(state: Any, like: Any) -> Any:
-    """As a flat dict, in a format of others."""
+    """Saves a flat dict in torch's format, and loads it."""
     file = io.BytesIO()
     torch.save(ps.state_dict(state), file)
     file.seek(0)
     return ps.load_state_dict(like, torch.load(file, weights_only=True))
 
 
+class Schedule(NamedTuple):
+    """How a run reads its data, in groups of ``k``; after how many steps each time it is stopped, and how it is saved."""
+
+    settings: dict[str, Any]
+    k: int
+    depth: int
+    stops: list[int]
+    save_and_load: Callable[[Any, Any], Any]
+
+
+def choose_schedule(choose: Chooser) -> Schedule:
+    """Chooses stops anywhere: before the first step, too, and after the last one."""
+    stops = [choose.randrange(4) for _ in range(choose.randint(1, 3))]
+    save_and_load = choose.choice([through_a_file, through_torch_save])
+    return Schedule(
+        settings=choose_settings(choose),
+        k=choose.randint(1, 3),
+        depth=choose.randint(1, 3),
+        stops=stops,
+        save_and_load=save_and_load,
+    )
+
+
 class Training(NamedTuple):
-    """A run: what it begins with, what it is given, and after how many steps each time it is stopped."""
+    """A run: what it starts from, and its data."""
 
     loss_fn: Callable[..., Tensor]
     optimizer: ps.optim.Optimizer
     params: Any
     opt_state: Any
     parts: list[Batch]
-    settings: dict[str, Any]
-    k: int
-    depth: int
-    stops: list[int]
-    way: Callable[[Any, Any], Any]
+    schedule: Schedule
+
+    @property
+    def start(self) -> Any:
+        """Returns params, opt_state, and the position in the data; copies where steps donate them."""
+        state = self.params, self.opt_state, torch.tensor(0)
+        if self.schedule.settings["donate"]:
+            return copy_state(state)
+        return state
 
 
-def legs(choose: Chooser) -> tuple[Any, ...]:
-    """All that a run may choose, and where it is stopped: before the first step, too, and after the last one."""
-    stops = [choose.randrange(4) for _ in range(choose.randint(1, 3))]
-    way = choose.choice([through_a_file, through_torch_save])
-    return settings_of(choose), choose.randint(1, 3), choose.randint(1, 3), stops, way
+def make_training(choose: Chooser) -> Training:
+    """Makes integers, in any memory order, with any optimizer; the second epoch may begin within a group."""
+    case = make_case(choose)
+    epoch = cut_batch(case.batch, make_cut(choose, range(case.rows), range(2, 10)))
+    return Training(
+        loss_fn=models.integer_loss,
+        optimizer=case.optimizer,
+        params=case.params,
+        opt_state=case.opt_state,
+        parts=epoch * choose.randint(1, 2),
+        schedule=choose_schedule(choose),
+    )
 
 
-def training(choose: Chooser) -> Training:
-    """Integers, in any memory order, with any optimizer; the second epoch may begin within a group."""
-    case = case_of(choose)
-    parts = cut(
-        case.batch, cut_of(choose, range(case.rows), range(2, 10))
-    ) * choose.randint(1, 2)
-    start = case.optimizer, case.params, case.opt_state
-    return Training(models.integer_loss, *start, parts, *legs(choose))
-
-
-def real_training(choose: Chooser) -> Training:
-    """A transformer, whose products round; with the optimizers of torch, too.
+def make_real_training(choose: Chooser) -> Training:
+    """Makes a transformer, whose products round; with the optimizers of torch, too.
 
     Without gaps, which no copy keeps: products in half precision round in another way where there are some.
     """
     generator = choose.generator()
-    params = models.transformer_params(
-        generator, choose.choice([torch.float32, torch.bfloat16])
-    )
-    params = laid_out(params, choose.choice(LAYOUTS[:2]))
+    dtype = choose.choice([torch.float32, torch.bfloat16])
+    params = models.transformer_params(generator, dtype)
+    params = change_layout(params, choose.choice(LAYOUTS[:2]))
     optimizer = choose.choice([*OPTIMIZERS.values(), *ADAPTED.values()])
-    shape = (choose.randint(2, 6), 2, models.CONTEXT)
-    tokens, labels = torch.randint(
-        0, models.VOCABULARY, (2, *shape), generator=generator
+    parts = []
+    for _ in range(choose.randint(2, 6)):
+        shape = (2, models.CONTEXT)
+        tokens = torch.randint(0, models.VOCABULARY, shape, generator=generator)
+        labels = torch.randint(0, models.VOCABULARY, shape, generator=generator)
+        parts.append({"tokens": tokens, "labels": labels, "w": torch.ones(shape)})
+    return Training(
+        loss_fn=models.transformer_loss,
+        optimizer=optimizer,
+        params=params,
+        opt_state=optimizer.init(params),
+        parts=parts,
+        schedule=choose_schedule(choose),
     )
-    parts = [
-        {"tokens": t, "labels": y, "w": torch.ones(y.shape)}
-        for t, y in zip(tokens, labels, strict=True)
-    ]
-    start = optimizer, params, optimizer.init(params)
-    return Training(models.transformer_loss, *start, parts, *legs(choose))
 
 
-def go_on(
+def train(
     system: System, run: Training, state: Any, steps: int, axis: Any = None
 ) -> tuple[Any, list[Any]]:
-    """So many steps from a state on, which says where in the data that is; and what they report.
+    """Takes steps from a state on, at its position in the data; returns the new state and the metrics.
 
     Ranks take microbatches in turn.
     """
-    how = {**run.settings, "axis": axis or ps.LocalAxis()}
+    schedule = run.schedule
     step = system.make_update_step(
-        run.loss_fn, run.optimizer, weight_fn=weights_of, **how
+        run.loss_fn,
+        run.optimizer,
+        weight_fn=get_weights,
+        axis=axis or ps.LocalAxis(),
+        **schedule.settings,
     )
     params, opt_state, position = state
-    source = ps.group(iter(run.parts), run.k, start=int(position))
-    groups = ps.prefetch(source, "cpu", run.depth, weight_fn=weights_of)
-    reported = []
+    source = ps.group(iter(run.parts), schedule.k, start=int(position))
+    groups = ps.prefetch(source, "cpu", schedule.depth, weight_fn=get_weights)
+    all_metrics = []
     for group in islice(groups, steps):
-        mine = [*group][axis.rank :: axis.size] if axis else group
-        params, opt_state, metrics = step(params, opt_state, mine)
-        reported.append(metrics)
+        microbatches: Any = group
+        if axis is not None:
+            microbatches = [*group][axis.rank :: axis.size]
+        params, opt_state, metrics = step(params, opt_state, microbatches)
+        all_metrics.append(metrics)
     groups.close()
-    return (params, opt_state, torch.tensor(groups.position)), reported
+    return (params, opt_state, torch.tensor(groups.position)), all_metrics
 
 
-def bits(leaf: Tensor) -> Tensor:
-    """A leaf as bytes, among which NaNs are what they are, and a zero has its sign."""
+def ones_like(state: Any) -> Any:
+    """Makes a state to load into, of other values."""
+    return tree.map(lambda leaf: torch.full_like(leaf, 1), state)
+
+
+def to_bytes(leaf: Tensor) -> Tensor:
+    """Views a leaf as bytes, so that NaNs equal themselves, and a zero has its sign."""
     return leaf.contiguous().view(-1).view(torch.uint8)
 
 
-def resumes(system: System, run: Training) -> None:
-    """Stopped after each of these numbers of steps, the state taken elsewhere and back: the same bits at the end."""
+def check_resume(system: System, run: Training) -> None:
+    """Stopped after each of these numbers of steps, the state saved and loaded: the same bits at the end."""
+    total_steps = len(run.parts)
+    expected, expected_metrics = train(system, run, run.start, total_steps)
 
-    def begin() -> Any:
-        state = run.params, run.opt_state, torch.tensor(0)
-        return copied(state) if run.settings["donate"] else state
+    state = run.start
+    all_metrics = []
+    for steps in [*run.schedule.stops, total_steps]:
+        state = run.schedule.save_and_load(state, ones_like(state))
+        state, metrics = train(system, run, state, steps)
+        all_metrics += metrics
 
-    expected, metrics = go_on(system, run, begin(), len(run.parts))
-    state, reported = begin(), []
-    for steps in [*run.stops, len(run.parts)]:
-        like = tree.map(lambda leaf: torch.full_like(leaf, 1), state)
-        state = run.way(state, like)
-        state, more = go_on(system, run, state, steps)
-        reported += more
-    assert_same(tree.map(bits, (state, reported)), tree.map(bits, (expected, metrics)))
+    actual_bytes = tree.map(to_bytes, (state, all_metrics))
+    assert_same(actual_bytes, tree.map(to_bytes, (expected, expected_metrics)))
 
 
-resume = theorem("T16", drawn(training))(resumes)
-resume_real = theorem("T16", drawn(real_training))(resumes)
+resume = theorem("T16", builds(make_training))(check_resume)
+resume_real = theorem("T16", builds(make_real_training))(check_resume)
 globals().update(as_tests(globals()))
 
 
-class Legs(NamedTuple):
-    """A run on ranks, in what a process can be sent: how many ranks there are at a time, and for how many steps."""
+class Leg(NamedTuple):
+    """A part of a run between two stops: its number of ranks, and of steps."""
+
+    size: int
+    steps: int
+
+
+class RankedRun(NamedTuple):
+    """A run on ranks, of values that a process can be sent."""
 
     recipe: str
     seed: int
     settings: dict[str, Any]
-    legs: list[tuple[int, int]]
+    legs: list[Leg]
     in_background: bool
 
 
-def ranked(choose: Chooser) -> Legs:
-    """On one to three ranks at a time."""
-    each = [
-        (choose.randint(1, 3), choose.randrange(3)) for _ in range(choose.randint(1, 4))
-    ]
-    recipe, seed = choose.choice([*OPTIMIZERS]), choose.randrange(2**20)
-    return Legs(recipe, seed, settings_of(choose), each, choose.maybe())
+def make_ranked_run(choose: Chooser) -> RankedRun:
+    """Makes a run on one to three ranks in turn."""
+    num_legs = choose.randint(1, 4)
+    legs = [Leg(choose.randint(1, 3), choose.randrange(3)) for _ in range(num_legs)]
+    recipe = choose.choice([*OPTIMIZERS])
+    seed = choose.randrange(2**20)
+    return RankedRun(recipe, seed, choose_settings(choose), legs, choose.maybe())
 
 
-def linear_loss(params: Any, batch: Batch) -> Tensor:
-    """For each row x the inner product of x and all params.
+def inner_product_loss(params: Any, batch: Batch) -> Tensor:
+    """Computes for each row x the inner product of x and all params.
 
     Its gradients are integers over a power of two, at any params: their sums and squares are exact in any order, after any step.
     """
-    return batch["x"] @ torch.cat([leaf.reshape(-1) for leaf in tree.leaves(params)])
+    flat = torch.cat([leaf.reshape(-1) for leaf in tree.leaves(params)])
+    return batch["x"] @ flat
 
 
-def linear_training(legs: Legs) -> Training:
-    """Params of which some are shorter than the ranks are many; groups of two microbatches with four rows, empty ones included."""
-    generator, optimizer = (
-        torch.Generator().manual_seed(legs.seed),
-        OPTIMIZERS[legs.recipe],
-    )
-    shapes: dict[str, tuple[int, ...]] = {
-        "w": (5, 3),
-        "b": (),
-        "short": (1, 2),
-        "v": (4,),
+def make_linear_training(run: RankedRun) -> Training:
+    """Makes params of which some are shorter than the ranks are many; groups of two microbatches with four rows, empty ones included."""
+    generator = torch.Generator().manual_seed(run.seed)
+    optimizer = OPTIMIZERS[run.recipe]
+    params = {
+        "w": models.integers((5, 3), generator),
+        "b": models.integers((), generator),
+        "short": models.integers((1, 2), generator),
+        "v": models.integers((4,), generator),
     }
-    params = {name: models.integers(shape, generator) for name, shape in shapes.items()}
-    sizes = [size for first in (1, 4, 0, 2) for size in (first, 4 - first)]
-    parts = [
-        {"x": models.integers((n, 22), generator), "w": torch.ones(n)} for n in sizes
-    ]
-    start = linear_loss, optimizer, params, optimizer.init(params), parts, legs.settings
-    return Training(*start, k=2, depth=1, stops=[], way=through_a_file)
+    parts = []
+    for num_rows in (1, 3, 4, 0, 0, 4, 2, 2):
+        x = models.integers((num_rows, 22), generator)
+        parts.append({"x": x, "w": torch.ones(num_rows)})
+    schedule = Schedule(
+        run.settings, k=2, depth=1, stops=[], save_and_load=through_a_file
+    )
+    return Training(
+        loss_fn=inner_product_loss,
+        optimizer=optimizer,
+        params=params,
+        opt_state=optimizer.init(params),
+        parts=parts,
+        schedule=schedule,
+    )
 
 
-def leg(rank: int, legs: Legs, folder: str, number: int) -> None:
-    """One process of those that take part until the next stop."""
-    size, steps = legs.legs[number]
-    axis = ps.MeshAxis(DeviceMesh("cpu", [*range(size)], mesh_dim_names=("dp",)), "dp")
-    run = linear_training(legs)
-    state: Any = *ps.shard((run.params, run.opt_state), axis), torch.tensor(0)
+def run_leg(rank: int, run: RankedRun, folder: str, number: int) -> None:
+    """Runs one process of a leg: loads the last checkpoint, trains, and saves the next one."""
+    leg = run.legs[number]
+    mesh = DeviceMesh("cpu", [*range(leg.size)], mesh_dim_names=("dp",))
+    axis = ps.MeshAxis(mesh, "dp")
+    training = make_linear_training(run)
+    params, opt_state = ps.shard((training.params, training.opt_state), axis)
+    state: Any = params, opt_state, torch.tensor(0)
     if last := ps.checkpoint.latest_checkpoint(folder):
-        state = ps.checkpoint.load(
-            last, tree.map(lambda leaf: torch.full_like(leaf, 1), state)
-        )
-    state, _ = go_on(PURESTEP, run, state, steps, axis)
+        state = ps.checkpoint.load(last, ones_like(state))
+    state, _ = train(PURESTEP, training, state, leg.steps, axis)
     with ps.checkpoint.AsyncCheckpointer() as background:
-        save = background.save_step if legs.in_background else ps.checkpoint.save_step
+        save = background.save_step if run.in_background else ps.checkpoint.save_step
         save(folder, number, state)
-        go_on(PURESTEP, run, state, 1, axis)  # which may be donated the state
+        # The state may be donated to this step while it is being saved.
+        train(PURESTEP, training, state, 1, axis)
 
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[dict[int, World]]:
-    """Processes that stay up, by how many there are."""
+    """Starts processes that stay up, by how many there are."""
     with World(1) as one, World(2) as two, World(3) as three:
         yield {1: one, 2: two, 3: three}
 
 
-@given(legs=drawn(ranked))
-def test_resume_on_ranks(worlds: dict[int, World], legs: Legs) -> None:
-    """Stopped anywhere, on any number of ranks in turn, pieces and all: the state of one process that never stopped."""
-    run = linear_training(legs)
-    state: Any = run.params, run.opt_state, torch.tensor(0)
+@given(run=builds(make_ranked_run))
+def test_resume_on_ranks(worlds: dict[int, World], run: RankedRun) -> None:
+    """Stopped anywhere, on any number of ranks in turn, shards and all: the state of one process that never stopped."""
+    training = make_linear_training(run)
+    total_steps = sum(leg.steps for leg in run.legs)
+    expected, _ = train(PURESTEP, training, training.start, total_steps)
+
     with TemporaryDirectory() as folder:
-        for number, (size, _) in enumerate(legs.legs):
-            sent = [[each] * size for each in (legs, folder, number)]
-            values(worlds[size].run(leg, *sent))
+        for number, leg in enumerate(run.legs):
+            args = [run] * leg.size, [folder] * leg.size, [number] * leg.size
+            values(worlds[leg.size].run(run_leg, *args))
         last = ps.checkpoint.latest_checkpoint(folder)
         assert last is not None
-        found = ps.checkpoint.load(
-            last, tree.map(lambda leaf: torch.full_like(leaf, 1), state)
-        )
-    assert_same(
-        found,
-        go_on(PURESTEP, run, copied(state), sum(steps for _, steps in legs.legs))[0],
-    )
+        actual = ps.checkpoint.load(last, ones_like(training.start))
+
+    assert_same(actual, expected)

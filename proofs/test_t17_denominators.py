@@ -1,105 +1,140 @@
 """T17, denominators. ``normalize="loss"`` and ``normalize="grads"`` agree.
 
+    ∇ (Σ wᵢ ℓᵢ / N) = (∇ Σ wᵢ ℓᵢ) / N
+
 1/N may enter as the seed of the backward pass or where the optimizer reads the gradients, and the
 weights may come from data or from the forward pass: it is the same step.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import purestep as ps
-from proofs.ranks import step_of
+from proofs.optimizers import OPTIMIZERS
+from proofs.ranks import take_step
 from proofs.strategies import (
-    OPTIMIZERS,
     WEIGHTS,
     Batch,
     Case,
     Chooser,
-    Drawn,
+    Setup,
+    StepCase,
     assert_near,
     assert_same,
-    case_of,
-    drawn,
-    groups_of,
-    how_of,
-    some_opt_state,
+    builds,
+    choose_setup,
+    get_weights,
+    make_case,
+    make_groups,
+    make_opt_state,
     steps,
-    weights_of,
 )
 from proofs.theorem import System, as_tests, theorem
 from purestep import tree
 from purestep.testing.specification import spec
 
 
-def ways_of(case: Case) -> list[tuple[Any, Any, str]]:
-    """Weights that are counted before or afterwards, or that the loss brings: in each setting."""
+class Normalization(NamedTuple):
+    """A way to divide by N: with weights that are counted, or that the loss returns."""
 
-    def weighing(params: Any, batch: Batch) -> ps.LossOutput:
+    loss_fn: Callable[..., Any]
+    weight_fn: Any
+    normalize: str
+
+    def setup_of(self, setup: Setup) -> Setup:
+        """Returns the setup with this way to divide."""
+        return setup.with_settings(normalize=self.normalize)
+
+
+def normalizations_of(case: Case) -> list[Normalization]:
+    """Returns each way to divide the case's loss."""
+
+    def weighted_loss(params: Any, batch: Batch) -> ps.LossOutput:
         return ps.LossOutput(case.loss_fn(params, batch), weights=batch["w"])
 
-    plain = [(case.loss_fn, weights_of, normalize) for normalize in ("loss", "grads")]
-    return [*plain, (weighing, None, "grads")]
+    return [
+        Normalization(case.loss_fn, get_weights, "loss"),
+        Normalization(case.loss_fn, get_weights, "grads"),
+        Normalization(weighted_loss, None, "grads"),
+    ]
 
 
 @theorem("T17", steps())
-def denominators(system: System, drawn: Drawn) -> None:
-    """Seeded, divided afterwards, or weighed by the loss: the same state and metrics."""
-    case, how, groups = drawn
+def denominators(system: System, drawn: StepCase) -> None:
+    """Seeded, divided afterwards, or weighted by the loss: the same state and metrics."""
+    case, setup, groups = drawn
     state = case.params, case.opt_state
     results = []
-    for loss_fn, weight_fn, normalize in ways_of(case):
-        here = how._replace(settings={**how.settings, "normalize": normalize})
-        results.append(
-            step_of(system, here, state, groups, loss_fn, case.recipe, weight_fn)
+    evaluations = []
+    for way in normalizations_of(case):
+        result = take_step(
+            system,
+            way.setup_of(setup),
+            state,
+            groups,
+            way.loss_fn,
+            case.recipe,
+            way.weight_fn,
         )
-    for other in results[1:]:
-        assert_same(other[:2], results[0][:2])
-        assert_same(other[2], results[0][2], "metrics")
-    counted, _, weighed = (
-        system.make_eval_step(loss_fn, weight_fn=weight_fn)(case.params, [case.batch])
-        for loss_fn, weight_fn, _ in ways_of(case)
-    )
-    assert_same(weighed, counted, "evaluation")
+        evaluate = system.make_eval_step(way.loss_fn, weight_fn=way.weight_fn)
+        results.append(result)
+        evaluations.append(evaluate(case.params, [case.batch]))
+
+    *expected, expected_metrics = results[0]
+    for *actual, metrics in results[1:]:
+        assert_same(actual, expected)
+        assert_same(metrics, expected_metrics, "metrics")
+    for evaluation in evaluations[1:]:
+        assert_same(evaluation, evaluations[0], "evaluation")
 
 
-def any_count(choose: Chooser) -> Drawn:
-    """Positive integers and any number of tokens, with weights of any dtype."""
-    case = case_of(choose)
-    flat = [choose.randint(place == 0, 3) for place in range(case.batch["w"].numel())]
-    weights = torch.tensor(flat).view_as(case.batch["w"]).to(choose.choice(WEIGHTS))
+def make_any_count(choose: Chooser) -> StepCase:
+    """Makes positive integers and any number of tokens, with weights of any dtype."""
+    case = make_case(choose)
+    shape = case.batch["w"].shape
+    # The first weight is positive, so that there are tokens.
+    counts = [choose.randint(1, 3)]
+    counts += [choose.randint(0, 3) for _ in range(shape.numel() - 1)]
+    weights = torch.tensor(counts).view(shape).to(choose.choice(WEIGHTS))
     if weights.dtype.is_floating_point:
         weights = weights * choose.choice([0.1, 1 / 3, 0.75])
     batch = {**case.batch, "x": case.batch["x"].abs() + 1, "w": weights}
     params = tree.map(lambda leaf: leaf.abs() + 1, case.params)
     # A mean of params is off by as much as they are, which may be more than it moved by.
     recipe = choose.choice([name for name in OPTIMIZERS if name != "ema"])
-    opt_state = some_opt_state(recipe, params, case.generator)
+    opt_state = make_opt_state(recipe, params, case.generator)
     case = replace(case, params=params, batch=batch, recipe=recipe, opt_state=opt_state)
-    how = how_of(choose, axes=["one"], accum_dtype=None)
-    return case, how, groups_of(choose, case, ranks=[1], padded=False)
+    setup = choose_setup(choose, axes=["one"], accum_dtype=None)
+    return case, setup, make_groups(choose, case, ranks=[1], padded=False)
 
 
-@theorem("T17", drawn(any_count))
-def any_denominator(system: System, drawn: Drawn) -> None:
+@theorem("T17", builds(make_any_count))
+def any_denominator(system: System, drawn: StepCase) -> None:
     """N need not be a power of two: each way is one division, in float64, from the equation.
 
     Everything is positive, so that relative errors stay what they are through sums, products,
     quotients, roots and norms, and signs are certain: a parameter is off by so many roundings of
     what it was and of what it moved by.
     """
-    case, how, groups = drawn
+    case, setup, groups = drawn
     state = case.params, case.opt_state
     expected, _, _ = spec(case.loss_fn, case.optimizer.update, *state, case.batch)
-    # Sums over tokens, beside what a step rounds.
+    # Sums over tokens, in addition to what a step rounds.
     roundings = 2 * case.batch["w"].numel()
-    for loss_fn, weight_fn, normalize in ways_of(case):
-        here = how._replace(settings={**how.settings, "normalize": normalize})
-        *actual, _ = step_of(
-            system, here, state, groups, loss_fn, case.recipe, weight_fn
+    for way in normalizations_of(case):
+        params, opt_state, _ = take_step(
+            system,
+            way.setup_of(setup),
+            state,
+            groups,
+            way.loss_fn,
+            case.recipe,
+            way.weight_fn,
         )
-        assert_near(tuple(actual), expected, state, roundings)
+        assert_near((params, opt_state), expected, state, roundings)
 
 
 globals().update(as_tests(globals()))

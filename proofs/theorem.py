@@ -1,4 +1,4 @@
-"""A theorem: a claim about any system, and the cases it is tried on."""
+"""Defines theorems: claims about any system, each with the cases it is tried on."""
 
 import contextlib
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import purestep as ps
 
 
 class System(NamedTuple):
-    """What a theorem is about: purestep, as it is or watched on a device."""
+    """The subject of a theorem: purestep, as it is or watched on a device."""
 
     make_update_step: Callable[..., Any] = ps.make_update_step
     make_eval_step: Callable[..., Any] = ps.make_eval_step
@@ -32,13 +32,13 @@ class Theorem:
     def test(
         self,
         subject: System = PURESTEP,
-        where: Callable[[Any], Any] = lambda case: case,
+        move: Callable[[Any], Any] = lambda case: case,
     ) -> Callable[[], None]:
-        """The test that purestep satisfies the claim; ``where`` brings a case to a device."""
+        """Returns the test that a system satisfies the claim; ``move`` brings a case to a device."""
 
         @given(self.cases)
         def holds(case: Any) -> None:
-            self.claim(subject, where(case))
+            self.claim(subject, move(case))
 
         holds.__name__ = holds.__qualname__ = f"test_{self.claim.__name__}"
         holds.__doc__ = self.claim.__doc__
@@ -47,10 +47,10 @@ class Theorem:
     def broken_by(
         self, subject: System, max_examples: int = 20
     ) -> AssertionError | None:
-        """What the claim says of a case in which it fails; None: it holds in so many."""
+        """Returns the claim's error in a case in which it fails; None if it holds in ``max_examples``."""
         broken: AssertionError | None = None
 
-        # A seed of our own: Hypothesis's would follow the text of this function.
+        # Hypothesis would derive the seed from the text of this function.
         @seed(0)
         @settings(
             max_examples=max_examples,
@@ -70,7 +70,7 @@ class Theorem:
                 except AssertionError as error:
                     broken = error
             if broken is not None:
-                # From one place, whatever went wrong: Hypothesis takes it for one and the same.
+                # Hypothesis tells failures apart by where they are raised: this makes all one.
                 raise _BrokenError
 
         with contextlib.suppress(_BrokenError):
@@ -79,20 +79,20 @@ class Theorem:
 
 
 class _BrokenError(Exception):
-    """The claim does not hold."""
+    """Signals that the claim does not hold."""
 
 
 def theorem(
     name: str, cases: SearchStrategy[Any]
 ) -> Callable[[Callable[[System, Any], None]], Theorem]:
-    """Makes a theorem of the claim below it."""
+    """Decorates a claim, which becomes a theorem."""
     return lambda claim: Theorem(name, cases, claim)
 
 
 def as_tests(module: dict[str, Any]) -> dict[str, Callable[[], None]]:
-    """The test of each theorem of a module, under its name."""
+    """Returns the tests of a module's theorems, by their names."""
     return {
-        f"test_{name}": one.test()
-        for name, one in module.items()
-        if isinstance(one, Theorem)
+        f"test_{name}": value.test()
+        for name, value in module.items()
+        if isinstance(value, Theorem)
     }

@@ -1,4 +1,4 @@
-"""Ranks for proofs and tests: threads of this process, and processes of their own.
+"""Runs programs on ranks: threads of this process, or processes.
 
 A program is a function ``program(axis, *args)`` at the top of a module, with one entry of every argument for
 each rank. It runs on threads and on processes alike, and an exception in any rank is raised.
@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from purestep.testing.processes import World, values
-from purestep.torch_private import flattened
+from purestep.torch_private import flatten_mesh
 
-LARGEST = 4
+NUM_PROCESSES = 4
+"""How many processes stay up."""
 
 
 class Grid(NamedTuple):
@@ -27,7 +28,7 @@ class Grid(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """What a program runs on: ``size`` ranks, or a grid of them with so many rows (processes: of all)."""
+    """The ranks of a program: ``size`` in one dimension, or a grid with this many rows (processes: of all)."""
 
     size: int
     bucket_bytes: int = 1 << 20
@@ -37,7 +38,7 @@ class Ranks(NamedTuple):
 def on_threads(
     ranks: Ranks, program: Callable[..., Any], *args: Sequence[Any]
 ) -> list[Any]:
-    """The program on threads."""
+    """Runs the program on threads."""
     world = ps.testing.ThreadAxis(ranks.size, bucket_bytes=ranks.bucket_bytes)
     axis: ps.Axis | Grid = world
     if ranks.rows:
@@ -52,40 +53,47 @@ def on_threads(
 def on_processes(
     world: World, ranks: Ranks, program: Callable[..., Any], *args: Sequence[Any]
 ) -> list[Any]:
-    """The program on the first ``ranks.size`` processes of a world; the others have nothing to do."""
-    columns: list[Any] = list(zip(*args, strict=True)) if args else [()] * ranks.size
-    columns += [None] * (world.size - ranks.size)
+    """Runs the program on the first ``ranks.size`` processes of a world; the others stay idle."""
+    local_args: list[Any] = [()] * ranks.size
+    if args:
+        local_args = list(zip(*args, strict=True))
+    local_args += [None] * (world.size - ranks.size)
     results = world.run(
-        _take_part, [ranks] * world.size, [program] * world.size, columns
+        _take_part,
+        [ranks] * world.size,
+        [program] * world.size,
+        local_args,
     )
     return values(results)[: ranks.size]
 
 
-def _take_part(_: int, ranks: Ranks, program: Callable[..., Any], column: Any) -> Any:
-    # Groups are made by all processes together, so all of them are made now.
-    _meshes()
-    return None if column is None else program(_axis_of(ranks), *column)
+def _take_part(_: int, ranks: Ranks, program: Callable[..., Any], args: Any) -> Any:
+    # Process groups are made by all processes together, idle ones included, so all are made now.
+    _make_meshes()
+    if args is None:
+        return None
+    return program(_make_axis(ranks), *args)
 
 
 @cache
-def _meshes() -> dict[int | str, DeviceMesh]:
-    sizes, everyone = range(1, LARGEST + 1), torch.arange(LARGEST)
-    meshes: dict[int | str, DeviceMesh] = {
-        n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("dp",)) for n in sizes
-    }
+def _make_meshes() -> dict[int | str, DeviceMesh]:
+    meshes: dict[int | str, DeviceMesh] = {}
+    for size in range(1, NUM_PROCESSES + 1):
+        meshes[size] = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("dp",))
     for rows in (1, 2):
-        ranks = everyone.view(rows, -1)
-        meshes[f"{rows} rows"] = grid = DeviceMesh(
-            "cpu", ranks, mesh_dim_names=("dp", "other")
-        )
-        flattened(grid[("dp", "other")])
+        ranks = torch.arange(NUM_PROCESSES).view(rows, -1)
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "other"))
+        flatten_mesh(mesh[("dp", "other")])
+        meshes[f"{rows} rows"] = mesh
     return meshes
 
 
 @cache
-def _axis_of(ranks: Ranks) -> Any:
-    rows = ranks.rows
-    mesh = _meshes()[f"{rows} rows" if rows else ranks.size]
-    dims: list[Any] = ["dp", "other", ("dp", "other")] if rows else ["dp"]
-    axes = [ps.MeshAxis(mesh, each, bucket_bytes=ranks.bucket_bytes) for each in dims]
-    return Grid(*axes) if rows else axes[0]
+def _make_axis(ranks: Ranks) -> Any:
+    meshes = _make_meshes()
+    if not ranks.rows:
+        return ps.MeshAxis(meshes[ranks.size], "dp", bucket_bytes=ranks.bucket_bytes)
+    mesh = meshes[f"{ranks.rows} rows"]
+    dims: list[Any] = ["dp", "other", ("dp", "other")]
+    axes = [ps.MeshAxis(mesh, dim, bucket_bytes=ranks.bucket_bytes) for dim in dims]
+    return Grid(*axes)

@@ -1,4 +1,4 @@
-"""Microbatch to weights to count: the tokens of a group, and the weight of each.
+"""Computes the weights of a group's tokens, and counts them.
 
 A token is any unit of loss: a token, a sequence in DPO, a pixel, a row. Its weight depends on data
 alone, so that all ranks know N = Σ wᵢ before any backward pass begins.
@@ -22,21 +22,21 @@ MAX_EXACT_INT = 2**53
 """Up to here, float64 holds every integer; and a thousand such sums do not overflow int64."""
 
 UNSIGNED_DTYPES = (torch.uint16, torch.uint32, torch.uint64)
-"""Integers that torch stores but hardly computes with."""
+"""Integer dtypes that few operations of torch support."""
 
 
 class PreweightedMicrobatches(Sequence[Microbatch]):
-    """A group that brings the weights of its microbatches, as ``prefetch`` does."""
+    """A group of microbatches with their weights, as ``prefetch`` makes it."""
 
     @abstractmethod
     def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:
-        """The checked result of ``weight_fn`` for each microbatch, perhaps still on the host."""
+        """Returns the checked weights of each microbatch, perhaps still on the host."""
 
 
 class WeightedMicrobatches(NamedTuple):
-    """Microbatches with the weights of their tokens, which are asked for once.
+    """Microbatches with the weights of their tokens, which are computed once.
 
-    ``weights`` and ``counts`` are None where the weights come with each microbatch's turn.
+    ``weights`` and ``counts`` are None if the loss returns the weights of each microbatch.
     """
 
     microbatches: Sequence[Microbatch]
@@ -54,13 +54,11 @@ def label_weights(microbatch: Microbatch) -> Tensor:
     tensor([[ True,  True, False]])
     """
     if not isinstance(microbatch, Mapping) or "labels" not in microbatch:
-        found = (
-            sorted(microbatch)
-            if isinstance(microbatch, Mapping)
-            else type(microbatch).__name__
-        )
+        actual: object = type(microbatch).__name__
+        if isinstance(microbatch, Mapping):
+            actual = sorted(microbatch)
         raise ValueError(
-            f"label_weights reads microbatch['labels'], but this microbatch is {found}; "
+            f"label_weights reads microbatch['labels'], but this microbatch is {actual}; "
             "pass weight_fn=, a function from a microbatch to one weight per token"
         )
     labels = microbatch["labels"]
@@ -78,7 +76,7 @@ def label_weights(microbatch: Microbatch) -> Tensor:
 def with_weights(
     microbatches: Sequence[Microbatch], weight_fn: WeightFn | None
 ) -> WeightedMicrobatches:
-    """The group with its weights and their count; without both where the loss brings the weights.
+    """Computes the weights of a group and their counts, unless the loss returns the weights.
 
     >>> with_weights([{"labels": torch.tensor([5, -100])}], label_weights).weights
     [tensor([ True, False])]
@@ -115,53 +113,51 @@ def count_tokens(
     >>> count_tokens(group)
     TokenCounts(num_tokens=tensor(2), num_microbatches=tensor(1))
     """
-    group = (
-        microbatches
-        if isinstance(microbatches, WeightedMicrobatches)
-        else with_weights(microbatches, weight_fn)
-    )
+    group = microbatches
+    if not isinstance(group, WeightedMicrobatches):
+        group = with_weights(group, weight_fn)
     return group.counts or sum_weights(())
 
 
 def compute_weights(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
-    """The checked weights of a microbatch, in memory that neither function nor loss writes to."""
+    """Computes the checked weights of a microbatch, in memory that no other code writes to."""
     weights = weight_fn(microbatch)
     if weight_fn is label_weights and type(weights) is Tensor:
-        return weights  # new bools each time
+        return weights  # New bools at each call.
     return validate_weights(weights).clone()
 
 
 def sum_weights(weights: Sequence[Tensor]) -> TokenCounts:
-    """Both denominators of microbatches with these weights.
+    """Sums weights to both denominators, the number of tokens and that of microbatches.
 
     >>> sum_weights([torch.tensor([0.5, 0.25]), torch.tensor([0.0])])
     TokenCounts(num_tokens=tensor(0.7500, dtype=torch.float64), num_microbatches=tensor(1))
     """
     tokens = []
-    for each in weights:
-        if each.dtype is torch.bool and each.layout is torch.strided:
-            tokens.append(count_nonzero(each))  # in half the time of a sum
+    for weight in weights:
+        if weight.dtype is torch.bool and weight.layout is torch.strided:
+            tokens.append(count_nonzero(weight))  # It takes half the time of a sum.
         else:
-            dtype = torch.float64 if each.dtype.is_floating_point else torch.int64
-            tokens.append(each.sum(dtype=dtype))
+            dtype = torch.float64 if weight.dtype.is_floating_point else torch.int64
+            tokens.append(weight.sum(dtype=dtype))
     if not tokens:
         zero = torch.zeros((), dtype=torch.int64, device="cpu")
         return TokenCounts(zero, zero)
-    together = tokens[0] if len(tokens) == 1 else torch.stack(tokens)
-    return TokenCounts(
-        together.sum() if together.ndim else together, count_nonzero(together)
-    )
+    if len(tokens) == 1:
+        return TokenCounts(tokens[0], count_nonzero(tokens[0]))
+    stacked = torch.stack(tokens)
+    return TokenCounts(stacked.sum(), count_nonzero(stacked))
 
 
-def check_count(counted: TokenCounts) -> None:
-    """Refuses an N that overflows, where the host can read it."""
-    total = tree.concrete_scalar(counted.num_tokens)
+def check_count(counts: TokenCounts) -> None:
+    """Raises if N overflows, where the host can read it."""
+    total = tree.concrete_scalar(counts.num_tokens)
     if total is not None and not 0 <= total < math.inf:
         check_total(total)
 
 
 def check_total(total: float) -> None:
-    """Refuses an N that overflows.
+    """Raises if N overflows.
 
     >>> check_total(float("inf"))
     Traceback (most recent call last):
@@ -176,52 +172,59 @@ def check_total(total: float) -> None:
         )
 
 
-def has_tokens(counted: TokenCounts) -> bool:
-    """Whether there are any; yes, where a transform or a compiler hides the number.
+def has_tokens(counts: TokenCounts) -> bool:
+    """Returns whether there are any; True if a transform or a compiler hides the number.
 
     >>> has_tokens(TokenCounts(torch.tensor(0), torch.tensor(0)))
     False
     """
     if torch.compiler.is_dynamo_compiling():
         return True
-    number = counted.num_tokens
-    known = number if tree.is_plain_eager() else tree.concrete(number)
-    return known is None or bool((known > 0).any())
+    value: Tensor | None = counts.num_tokens
+    if not tree.is_plain_eager():
+        value = tree.concrete(counts.num_tokens)
+    return value is None or bool((value > 0).any())
 
 
 def validate_weights(weights: Tensor) -> Tensor:
-    """The weights as data, refused where they cannot be weights.
+    """Checks weights, and detaches them.
 
-    Negative and non-finite values are refused on the host; on an accelerator, under
+    Negative and non-finite values raise an error on the host; on an accelerator, under
     ``torch.compile`` and under a dispatch mode they go unchecked.
 
     >>> validate_weights(torch.tensor([2**53, 0])).sum() == 2**53
     tensor(True)
     """
     if not isinstance(weights, Tensor) or weights.is_complex():
-        found = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
+        actual: object = type(weights).__name__
+        if isinstance(weights, Tensor):
+            actual = weights.dtype
         raise TypeError(
-            f"weights must be a bool, int or float tensor, one per token; got {found}: make it one "
-            "with torch.as_tensor"
+            f"weights must be a bool, int or float tensor, one per token; got {actual}: make it "
+            "one with torch.as_tensor"
         )
     if weights.dtype in UNSIGNED_DTYPES:
         weights = weights.to(torch.int64)
     values = None if weights.dtype == torch.bool else tree.concrete(weights)
     if values is not None and values.numel():
-        least, most = (end.item() for end in values.aminmax())
+        smallest, largest = values.aminmax()
+        least = smallest.item()
+        most = largest.item()
         if not (least >= 0 and math.isfinite(most)):
-            worst = values[~((values >= 0) & values.isfinite())].flatten()[0].item()
+            is_valid = (values >= 0) & values.isfinite()
+            first = values[~is_valid].flatten()[0]
             raise ValueError(
-                f"weights must be finite and not negative, but one is {worst}: weight 0 takes a "
-                "loss away, and its sign belongs into loss_fn"
+                f"weights must be finite and not negative, but one is {first.item()}: weight 0 "
+                "takes a loss away, and its sign belongs into loss_fn"
             )
-        large = isinstance(most, int) and most * values.numel() > MAX_EXACT_INT
-        if large and values.double().sum() > MAX_EXACT_INT:
+        # The sum takes time, so it is computed only if it may be too large.
+        may_overflow = isinstance(most, int) and most * values.numel() > MAX_EXACT_INT
+        if may_overflow and values.double().sum() > MAX_EXACT_INT:
             raise ValueError(
-                "integer weights of one microbatch sum to more than "
-                f"{MAX_EXACT_INT=}, up to which they "
-                f"are divided exactly; the largest is {most}: scale them down, the update does not "
-                "depend on their scale"
+                f"integer weights of one microbatch sum to more than {MAX_EXACT_INT=}, up to which "
+                f"they are divided exactly; the largest is {most}: scale them down, the update "
+                "does not depend on their scale"
             )
-    # Autograd records nothing of bools and integers.
-    return weights.detach() if weights.is_floating_point() else weights
+    if weights.is_floating_point():
+        return weights.detach()
+    return weights  # Autograd records nothing of bools and integers.

@@ -87,7 +87,12 @@ def make_eval_step(
             device = first_leaf.device
             with hints.warn_of_random_draws(device) if is_first else nullcontext():
                 sums = _forward_group(
-                    loss_fn, full_params, group, divides, like=first_leaf
+                    loss_fn,
+                    full_params,
+                    group,
+                    divides,
+                    like=first_leaf,
+                    is_recorded=not is_plain,
                 )
             if is_first:
                 watched_draws.append(True)
@@ -108,13 +113,13 @@ def _forward_group(
     total: TokenCounts | None,
     *,
     like: Tensor,
+    is_recorded: bool,
 ) -> GradSums:
     """Sums losses, counts and aux of a group; the sum of no losses is a zero like ``like``."""
     divisors = None if total is None else denominators(total)
     losses: list[Tensor] = []
     used_weights: list[Tensor] = []
     aux: Tree = ()
-    is_recorded = not tree.is_plain_eager(total or ())
     all_weights: Sequence[Tensor | None] = group.weights or [None] * len(
         group.microbatches
     )

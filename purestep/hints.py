@@ -1,4 +1,4 @@
-"""Likely mistakes of a first hour: a warning, or a note on the error that they cause."""
+"""Explains likely mistakes of a first hour: by a warning, or a note on their error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TARGET_SIZE = re.compile(
 
 @contextmanager
 def annotate_loss_errors() -> Iterator[None]:
-    """Adds a note to an error inside of a loss: how it is called, and what its text may mean."""
+    """Adds notes to an error in a loss: how ``loss_fn`` is called, what the text may mean."""
     try:
         yield
     except Exception as error:
@@ -42,12 +42,14 @@ def annotate_loss_errors() -> Iterator[None]:
 def annotate_swapped_arguments(
     init: Any, params: Params, opt_state: OptState
 ) -> Iterator[None]:
-    """Adds a note to an error if params and opt_state have changed places."""
+    """Adds a note to an error if params and opt_state are swapped."""
     try:
         yield
     except Exception as error:
+        # init raises if opt_state is no tree of params: then they are not swapped.
         with suppress(Exception):
-            if tree.describe_mismatch(params, init(opt_state), "opt_state") is None:
+            expected = init(opt_state)
+            if tree.describe_mismatch(params, expected, "opt_state") is None:
                 error.add_note(
                     "params and opt_state are swapped: call update_step(params, opt_state, "
                     "microbatches)"
@@ -66,15 +68,17 @@ def check_shifted(microbatches: Sequence[Microbatch]) -> None:
     first = microbatches[0] if len(microbatches) else None
     if not isinstance(first, Mapping):
         return
-    labels = read_values(first.get("labels"))
+    labels = _read_integers(first.get("labels"))
     if labels is None or labels.ndim < 2:
         return
-    counted = labels != IGNORE_INDEX
+    is_counted = labels != IGNORE_INDEX
+    if is_counted.sum() < 2:
+        return
     for name in first.keys() - {"labels"}:
-        tokens = read_values(first[name])
-        if tokens is None or tokens.shape != labels.shape or counted.sum() < 2:
+        tokens = _read_integers(first[name])
+        if tokens is None or tokens.shape != labels.shape:
             continue
-        if torch.equal(tokens[counted], labels[counted]):
+        if torch.equal(tokens[is_counted], labels[is_counted]):
             warnings.warn(
                 f"microbatch['labels'] equals microbatch[{name!r}]: nothing here shifts labels, so "
                 "the loss would teach the model to copy. Take ps.shift_labels(tokens) for a model "
@@ -84,9 +88,11 @@ def check_shifted(microbatches: Sequence[Microbatch]) -> None:
             return
 
 
-def read_values(tensor: Any) -> Tensor | None:
+def _read_integers(tensor: Any) -> Tensor | None:
     """Returns the values of a tensor of whole numbers, where the host can read them."""
-    if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_nested:
+    if not isinstance(tensor, Tensor):
+        return None
+    if tensor.is_floating_point() or tensor.is_nested:
         return None
     return tree.concrete(tensor)
 
@@ -94,9 +100,10 @@ def read_values(tensor: Any) -> Tensor | None:
 @contextmanager
 def warn_of_random_draws(device: torch.device) -> Iterator[None]:
     """Warns if what runs in the context draws from torch's generators, as dropout does."""
-    before = generator_states(device)
+    before = _read_generator_states(device)
     yield
-    for old, new in zip(before, generator_states(device), strict=True):
+    after = _read_generator_states(device)
+    for old, new in zip(before, after, strict=True):
         if not torch.equal(old, new):
             warnings.warn(
                 "the loss of an evaluation draws random numbers, as dropout does in training: each "
@@ -106,10 +113,13 @@ def warn_of_random_draws(device: torch.device) -> Iterator[None]:
             return
 
 
-def generator_states(device: torch.device) -> list[Tensor]:
+def _read_generator_states(device: torch.device) -> list[Tensor]:
     """Returns the states of the host's generator, and of the device's."""
     states = [torch.get_rng_state()]
-    read: Any = getattr(getattr(torch, device.type, None), "get_rng_state", None)
-    if device.type != "cpu" and read is not None:
-        states.append(read(device))
+    if device.type == "cpu":
+        return states
+    module = getattr(torch, device.type, None)
+    get_rng_state: Any = getattr(module, "get_rng_state", None)
+    if get_rng_state is not None:
+        states.append(get_rng_state(device))
     return states

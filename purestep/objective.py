@@ -20,7 +20,7 @@ from purestep.types import LossFn, LossOutput, Microbatch, Params, TokenCounts, 
 
 
 class WeightedLoss(NamedTuple):
-    """A microbatch's terms of L, and ∂L/∂term for each, with which the backward pass begins."""
+    """The terms of L of a microbatch, and ∂L/∂term for each, which start the backward pass."""
 
     terms: list[Tensor]
     cotangents: list[Tensor]
@@ -35,9 +35,9 @@ def forward_microbatch(
     weights: Tensor | None,
     divisors: TokenCounts | None,
 ) -> WeightedLoss:
-    """The forward pass of a microbatch; without ``divisors``, of plain sums.
+    """Runs the forward pass of a microbatch; without ``divisors``, for plain sums.
 
-    ``weights`` of None are those that the loss returns.
+    If ``weights`` is None, the loss returns them.
 
     >>> divisors = denominators(TokenCounts(torch.tensor(4), torch.tensor(1)))
     >>> x, weights = torch.tensor([1.0, 5.0]), torch.tensor([1, 0])
@@ -52,99 +52,94 @@ def forward_microbatch(
         # Divided in float64, since the losses' dtype may not hold the weight or the count.
         exact = weights.to(torch.float64) if weights.is_floating_point() else weights
         shares = exact / divisors.num_tokens
-    part = WeightedLoss([losses], [shares.to(losses.dtype)], weights, output.aux)
-    return (
-        part
-        if output.microbatch_loss is None
-        else _with_microbatch_loss(part, output.microbatch_loss, divisors)
-    )
+    weighted = WeightedLoss([losses], [shares.to(losses.dtype)], weights, output.aux)
+    if output.microbatch_loss is None:
+        return weighted
+    return _with_microbatch_loss(weighted, output.microbatch_loss, divisors)
 
 
 def _with_microbatch_loss(
-    part: WeightedLoss, term: Tensor, divisors: TokenCounts | None
+    weighted: WeightedLoss, term: Tensor, divisors: TokenCounts | None
 ) -> WeightedLoss:
-    """The part with ``LossOutput.microbatch_loss``, which an empty microbatch leaves out."""
+    """Adds ``LossOutput.microbatch_loss``, unless the microbatch is empty."""
     if divisors is None:
         raise ValueError(
-            "LossOutput.microbatch_loss is divided by the number of microbatches, "
-            "which must be known "
-            'before the backward pass: use normalize="loss" and a weight_fn (in accumulate: '
+            "LossOutput.microbatch_loss is divided by the number of microbatches, which must be "
+            'known before the backward pass: use normalize="loss" and a weight_fn (in accumulate: '
             "total=), or add the term to LossOutput.losses"
         )
-    present = (part.weights > 0).any()
-    known = tree.concrete(present)
-    if known is not None and not known.any():
-        return part
-    term = term.to(part.terms[0].dtype)
-    share = torch.where(present, 1 / divisors.num_microbatches.to(torch.float64), 0).to(
-        term
-    )
-    return part._replace(
-        terms=[*part.terms, term], cotangents=[*part.cotangents, share]
+    has_tokens = (weighted.weights > 0).any()
+    on_host = tree.concrete(has_tokens)
+    if on_host is not None and not on_host.any():
+        return weighted
+    term = term.to(weighted.terms[0].dtype)
+    share = 1 / divisors.num_microbatches.to(torch.float64)
+    share = torch.where(has_tokens, share, 0).to(term)
+    return weighted._replace(
+        terms=[*weighted.terms, term],
+        cotangents=[*weighted.cotangents, share],
     )
 
 
 def denominators(total: TokenCounts) -> TokenCounts:
-    """The count with its tokens in float64, and 1 in the place of 0. Not a clamp: 0.25 stays.
+    """Casts the number of tokens to float64, and replaces 0 by 1. Not a clamp: 0.25 stays.
 
     >>> denominators(TokenCounts(torch.tensor(0.25), torch.tensor(0))).num_tokens
     tensor(0.2500, dtype=torch.float64)
     """
-    tokens = total.num_tokens
-    return total._replace(
-        num_tokens=torch.where(tokens > 0, tokens, 1).to(torch.float64)
-    )
+    num_tokens = total.num_tokens
+    num_tokens = torch.where(num_tokens > 0, num_tokens, 1)
+    return total._replace(num_tokens=num_tokens.to(torch.float64))
 
 
 def weighted_sum(
     terms: Sequence[Tensor], cotangents: Sequence[Tensor], *, constant: bool = False
 ) -> Tensor:
-    """Σ term · cotangent. A term at a cotangent of zero may be anything, even NaN.
+    """Computes Σ term · cotangent, where a term at a cotangent of zero may even be NaN.
 
-    It is taken away by selection, so that exactly zero flows back to it. A ``constant`` has no
-    derivative: where the host sees a finite sum, there is nothing to take away.
+    ``torch.where`` drops such terms, so that exactly zero flows back to them. If ``constant``, the
+    sum has no derivative, and nothing is dropped if the host sees that it is finite.
 
     >>> weighted_sum([torch.tensor([1.0, math.nan])], [torch.tensor([0.5, 0.0])])
     tensor(0.5000)
     """
     total: Tensor | None = None
     for term, share in zip(terms, cotangents, strict=True):
-        term = term.detach() if constant else term
-        worth = (term * share).sum() if constant and term.is_cpu else None
-        known = None if worth is None else tree.concrete_scalar(worth)
-        if worth is None or known is None or not math.isfinite(known):
-            worth = (torch.where(share != 0, term, 0) * share).sum()
-        total = worth if total is None else total + worth
+        contribution: Tensor | None = None
+        if constant:
+            term = term.detach()
+            if term.is_cpu:
+                contribution = (term * share).sum()
+                value = tree.concrete_scalar(contribution)
+                if value is None or not math.isfinite(value):
+                    contribution = None
+        if contribution is None:
+            contribution = (torch.where(share != 0, term, 0) * share).sum()
+        total = contribution if total is None else total + contribution
     assert total is not None
     return total
 
 
 def as_loss_output(output: object) -> LossOutput:
-    """The output of a loss function as ``LossOutput``, refused where it cannot be a loss."""
+    """Converts the output of a loss function to ``LossOutput``, and checks it."""
     terms = output
     if not isinstance(terms, LossOutput):
         terms = LossOutput(output)  # type: ignore[arg-type]
-    if not isinstance(terms.losses, Tensor) or not terms.losses.is_floating_point():
-        found = (
-            terms.losses.dtype
-            if isinstance(terms.losses, Tensor)
-            else type(output).__name__
-        )
+    losses = terms.losses
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        actual = losses.dtype if isinstance(losses, Tensor) else type(output).__name__
         raise TypeError(
             "loss_fn must return a floating point tensor, one loss per token, or name the parts as "
-            f"ps.LossOutput(losses, microbatch_loss=..., aux=...); got {found}"
+            f"ps.LossOutput(losses, microbatch_loss=..., aux=...); got {actual}"
         )
     term = terms.microbatch_loss
     if term is not None and (not isinstance(term, Tensor) or term.ndim != 0):
-        kind = (
-            f"shape {tuple(term.shape)}"
-            if isinstance(term, Tensor)
-            else type(term).__name__
-        )
+        text = type(term).__name__
+        if isinstance(term, Tensor):
+            text = f"shape {tuple(term.shape)}"
         raise ValueError(
-            f"LossOutput.microbatch_loss must be a scalar tensor, got {kind}; what "
-            "has one value per "
-            "token belongs into LossOutput.losses"
+            f"LossOutput.microbatch_loss must be a scalar tensor, got {text}; what has one value "
+            "per token belongs into LossOutput.losses"
         )
     if terms.aux is None:
         return terms._replace(aux=())
@@ -159,7 +154,7 @@ def as_loss_output(output: object) -> LossOutput:
 
 
 def match_weights(terms: LossOutput, counted: Tensor | None) -> Tensor:
-    """The counted weights, else those of the loss, in the losses' shape and on their device."""
+    """Returns the counted weights, else those of the loss, checked, on the losses' device."""
     if counted is not None and terms.weights is not None:
         raise ValueError(
             "the weights come twice, from weight_fn and from LossOutput.weights: pass "
@@ -188,16 +183,16 @@ def match_weights(terms: LossOutput, counted: Tensor | None) -> Tensor:
 
 
 def _shape_mismatch(losses: torch.Size, weights: torch.Size) -> str:
-    """The likely mistake, and the way out."""
+    """Describes the likely mistake, and the way out."""
     if not losses:
         return (
             "loss_fn must return one loss per token; a scalar is most likely a mean or a sum: take "
             'reduction="none"'
         )
     if len(losses) == len(weights):
-        gaps = [
-            abs(weight - loss) for loss, weight in zip(losses, weights, strict=True)
-        ]
+        gaps = []
+        for loss_len, weight_len in zip(losses, weights, strict=True):
+            gaps.append(abs(weight_len - loss_len))
         if sum(gaps) == 1:
             return (
                 f"dimension {gaps.index(1)} differs by one, as where loss_fn shifts the labels: "

@@ -1,8 +1,9 @@
-"""Randomness as data: a draw is a function of a key, which is a tensor, and of coordinates.
+"""Draws random numbers as a function of a key, which is a tensor, and of coordinates.
 
-Philox4x32-10 [Salmon et al., 2011], in whole numbers: a word of 32 bits follows from a key of 64
-bits and four counters. The counters are an element's coordinates within its example, never its
-place in memory. So neither padding nor packing nor the cut changes its draw.
+The generator is Philox4x32-10 [Salmon et al., 2011], computed in integers: it makes a word of 32
+bits from a key of 64 bits and four counters. The counters are an element's coordinates within its
+example, never its position in memory. So neither padding nor packing nor the cut into microbatches
+changes its draw.
 """
 
 import math
@@ -25,19 +26,26 @@ def __dir__() -> list[str]:
     return __all__
 
 
-# 32 bits: an int, or a tensor of dtype int64.
 _Word: TypeAlias = Any
+"""32 bits: an int, or a tensor of dtype int64."""
+
+_Words: TypeAlias = tuple[_Word, _Word, _Word, _Word]
+
+WordFn: TypeAlias = Callable[[Tensor], Tensor]
+"""Makes a draw of each word."""
 
 _LOW = 2**32 - 1
 
-# The third and the fourth counter of a new key: what it is made for, and a coordinate that no
-# example has, so that no draw shares its counters.
-_FOLD, _SPLIT, _DIMENSION = range(3)
+# The fourth counter where a new key is made. No example has this coordinate, so no draw shares the
+# counters of a new key. The third counter is the purpose of the new key.
 _NEW_KEY = _LOW
+_FOLD = 0
+_SPLIT = 1
+_DIMENSION = 2
 
 
 class PackedKeys(NamedTuple):
-    """Each token's key, and its position in its example, for rows of several examples.
+    """Holds each token's key, and its position in its example, for rows of several examples.
 
     ``token_keys`` makes them. ``dropout`` and ``fold_in`` take them instead of keys.
 
@@ -50,7 +58,7 @@ class PackedKeys(NamedTuple):
     positions: Tensor
 
 
-Keys: TypeAlias = Tensor | PackedKeys
+KeyOrPackedKeys: TypeAlias = Tensor | PackedKeys
 _K = TypeVar("_K", bound=Tensor | PackedKeys)
 
 
@@ -62,13 +70,16 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
     >>> [hex(word) for word in bits(key(0), (4,)).tolist()]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
-    if not (isinstance(seed, int) and -(2**63) <= seed < 2**64):
+    has_64_bits = isinstance(seed, int) and -(2**63) <= seed < 2**64
+    if not has_64_bits:
         raise ValueError(f"key: {seed=} must be a whole number of 64 bits")
-    return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, device=device)
+    if seed >= 2**63:
+        seed -= 2**64  # the same bits in int64
+    return torch.tensor(seed, device=device)
 
 
 def fold_in(key: _K, data: int | Tensor) -> _K:
-    """Makes a new key from a key and a number: of the step, the layer, the place in the program.
+    """Makes a new key from a key and a number: of the step, the layer, the call.
 
     Tensors broadcast.
 
@@ -77,12 +88,13 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
     (True, True)
     """
     if isinstance(key, PackedKeys):
-        return cast(_K, PackedKeys(fold_in(key.keys, data), key.positions))
+        folded = fold_in(key.keys, data)
+        return cast(_K, PackedKeys(folded, key.positions))
     if isinstance(data, Tensor) and (data.is_floating_point() or data.is_complex()):
         raise TypeError(
             f"fold_in: data is {tree.format_leaf(data)}, and must be whole numbers"
         )
-    return cast(_K, _new_key(key, data, _FOLD))
+    return cast(_K, _make_key(key, data, _FOLD))
 
 
 def split(key: Tensor, number: int = 2) -> Tensor:
@@ -93,7 +105,8 @@ def split(key: Tensor, number: int = 2) -> Tensor:
     torch.Size([2, 3])
     """
     _check_keys(key)
-    return _new_key(key[..., None], torch.arange(number, device=key.device), _SPLIT)
+    numbers = torch.arange(number, device=key.device)
+    return _make_key(key[..., None], numbers, _SPLIT)
 
 
 def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
@@ -106,7 +119,7 @@ def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
     >>> bits(key(0), (2, 3))[:, :2].equal(bits(key(0), (5, 2))[:2])
     True
     """
-    return _drawn(key, shape, lambda word: word)
+    return _draw(key, shape, lambda word: word)
 
 
 def uniform(
@@ -119,8 +132,10 @@ def uniform(
     >>> uniform(key(0), (2,))
     tensor([0.3990, 0.8805])
     """
-    digits = min(32, 1 - round(math.log2(torch.finfo(dtype).eps)))
-    return (bits(key, shape) >> (32 - digits)).to(dtype) * 2.0**-digits
+    significant_bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    num_bits = min(32, significant_bits)
+    integers = bits(key, shape) >> (32 - num_bits)
+    return integers.to(dtype) * 2.0**-num_bits
 
 
 def normal(
@@ -134,9 +149,10 @@ def normal(
     >>> normal(key(0), (2,))
     tensor([-0.2558,  1.1776])
     """
-    middle = (bits(key, shape).to(torch.float64) + 0.5) * 2.0**-32
-    quantile: Tensor = torch.special.ndtri(middle)
-    return quantile.to(dtype)
+    integers = bits(key, shape).to(torch.float64)
+    probabilities = (integers + 0.5) * 2.0**-32
+    quantiles: Tensor = torch.special.ndtri(probabilities)
+    return quantiles.to(dtype)
 
 
 def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
@@ -145,10 +161,10 @@ def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
     >>> bernoulli(key(0), 0.5, (4,))
     tensor([ True, False, False, False])
     """
-    return _drawn(key, shape, below(p))
+    return _draw(key, shape, below_probability(p))
 
 
-def dropout(x: Tensor, p: float, key: Keys) -> Tensor:
+def dropout(x: Tensor, p: float, key: KeyOrPackedKeys) -> Tensor:
     """Returns ``x / (1 - p)``, with 0 where ``bernoulli(key, p)`` is True.
 
     Keys of shape ``(rows,)`` belong to the rows of ``x``. Each row draws from its own key, by the
@@ -167,19 +183,21 @@ def dropout(x: Tensor, p: float, key: Keys) -> Tensor:
     >>> dropout(x[1:, :2], 0.5, keys[1:])
     tensor([[0., 0.]])
     """
-    words = below(p)
+    is_below = below_probability(p)
     if p == 0:
         return x
-    return scaled(x, drawn_for(x, key, words), p)
+    dropped = draw_like(x, key, is_below)
+    return zero_and_rescale(x, dropped, p)
 
 
-def scaled(x: Tensor, dropped: Tensor, p: float) -> Tensor:
-    """``x / (1 - p)``, with 0 where ``dropped`` is True.
+def zero_and_rescale(x: Tensor, dropped: Tensor, p: float) -> Tensor:
+    """Returns ``x / (1 - p)``, with 0 where ``dropped`` is True.
 
-    >>> scaled(torch.ones(2), torch.tensor([True, False]), 0.75)
+    >>> zero_and_rescale(torch.ones(2), torch.tensor([True, False]), 0.75)
     tensor([0., 4.])
     """
-    return torch.where(dropped, 0, x * (1 / (1 - p) if p < 1 else 0.0))
+    factor = 1 / (1 - p) if p < 1 else 0.0
+    return torch.where(dropped, 0, x * factor)
 
 
 def token_keys(keys: Tensor, segments: Tensor, positions: Tensor) -> PackedKeys:
@@ -199,14 +217,16 @@ def token_keys(keys: Tensor, segments: Tensor, positions: Tensor) -> PackedKeys:
     True
     """
     _check_keys(keys)
-    if segments.shape != positions.shape or keys.shape[:-1] != segments.shape[:-1]:
+    has_rows = keys.shape[:-1] == segments.shape[:-1]
+    if segments.shape != positions.shape or not has_rows:
         raise ValueError(
             f"token_keys: keys {tuple(keys.shape)}, segments {tuple(segments.shape)} and positions "
             f"{tuple(positions.shape)} must be those of pack_documents: (rows, segments), "
             "(rows, length), (rows, length)"
         )
-    of_token = torch.gather(keys, -1, (segments.to(torch.int64) - 1).clamp(min=0))
-    return PackedKeys(of_token, positions.to(torch.int64))
+    index = (segments.to(torch.int64) - 1).clamp(min=0)  # 0 for padding
+    keys_of_tokens = torch.gather(keys, -1, index)
+    return PackedKeys(keys_of_tokens, positions.to(torch.int64))
 
 
 def with_keys(
@@ -235,8 +255,8 @@ def with_keys(
     >>> bool(keyed[1]["key"] == fold_in(key(0), 1))
     True
     """
-    examples = [dict(example) for example in examples]
-    for i, example in enumerate(examples):
+    keyed = [dict(example) for example in examples]
+    for i, example in enumerate(keyed):
         if name in example:
             raise ValueError(
                 f"with_keys: examples[{i}] has {name!r} already: choose a free name="
@@ -245,141 +265,170 @@ def with_keys(
             raise ValueError(
                 f"with_keys: examples[{i}] has no {identity!r}, only {[*example]}"
             )
-    if not examples:
+    if not keyed:
         return []
-    numbers = torch.arange(start, start + len(examples), device=key.device)
-    if identity is not None:
-        numbers = torch.stack([torch.as_tensor(each[identity]) for each in examples])
-        if numbers.ndim != 1:
-            raise ValueError(
-                f"with_keys: {identity!r} must be one whole number in each example"
-            )
-    keys = fold_in(key, numbers.to(key.device)).unbind()
-    return [{**example, name: own} for example, own in zip(examples, keys, strict=True)]
+    if identity is None:
+        numbers = torch.arange(start, start + len(keyed), device=key.device)
+    else:
+        identities = [torch.as_tensor(example[identity]) for example in keyed]
+        numbers = torch.stack(identities).to(key.device)
+    if numbers.ndim != 1:
+        raise ValueError(
+            f"with_keys: {identity!r} must be one whole number in each example"
+        )
+    new_keys = fold_in(key, numbers).unbind()
+    for example, new_key in zip(keyed, new_keys, strict=True):
+        example[name] = new_key
+    return keyed
 
 
-def drawn_for(x: Tensor, key: Keys, of: Callable[[Tensor], Tensor]) -> Tensor:
-    """``of(word)`` for the word that ``dropout`` draws for each element of x.
+def draw_like(x: Tensor, key: KeyOrPackedKeys, convert: WordFn) -> Tensor:
+    """Draws a word for each element of x, as ``dropout`` does, and returns ``convert(word)``.
 
-    >>> drawn_for(torch.ones(2), key(0), lambda word: word).equal(bits(key(0), (2,)))
+    >>> draw_like(torch.ones(2), key(0), lambda word: word).equal(bits(key(0), (2,)))
     True
     """
-    _check_keys(key.keys if isinstance(key, PackedKeys) else key)
     if isinstance(key, PackedKeys):
-        return _drawn_for_tokens(x.shape, key, of)
+        _check_keys(key.keys)
+        return _draw_for_tokens(key, x.shape, convert)
+    _check_keys(key)
     if x.shape[: key.ndim] != key.shape:
         raise ValueError(
             f"keys of shape {tuple(key.shape)} for {tree.format_leaf(x)}: its first "
             "dimensions must be "
             "those of the keys, one key for each example"
         )
-    return _drawn(key, x.shape[key.ndim :], of)
+    return _draw(key, x.shape[key.ndim :], convert)
 
 
-def _drawn(key: Tensor, shape: Sequence[int], of: Callable[[Tensor], Tensor]) -> Tensor:
-    """``of(word)`` for each element, whose coordinates are the counters, the last one first."""
+def _draw(key: Tensor, shape: Sequence[int], convert: WordFn) -> Tensor:
+    """Draws ``convert(word)`` for each element; its coordinates are the counters."""
     _check_keys(key)
     if not shape:
-        return of(philox(key, (0, 0, 0, 0))[0])
+        words = philox(key, (0, 0, 0, 0))
+        return convert(words[0])
+    # There are four counters, so further dimensions are folded into the key.
     while len(shape) > 4:
-        key = _new_key(
-            key[..., None], torch.arange(shape[0], device=key.device), _DIMENSION
-        )
+        numbers = torch.arange(shape[0], device=key.device)
+        key = _make_key(key[..., None], numbers, _DIMENSION)
         shape = shape[1:]
-    *others, last = shape
-    coordinates = [
-        torch.arange(size, device=key.device).view(-1, *[1] * after)
-        for size, after in zip(others, range(len(others), 0, -1), strict=True)
-    ]
-    return _drawn_by_fours(
-        key.view(*key.shape, *[1] * len(shape)), coordinates, last, of
-    )
+    last_dim = len(shape) - 1
+    coordinates = []
+    for dim in range(last_dim):
+        indices = torch.arange(shape[dim], device=key.device)
+        trailing = [1] * (last_dim - dim)
+        coordinates.append(indices.view(-1, *trailing))
+    keys = key.view(*key.shape, *[1] * len(shape))
+    return _draw_by_fours(keys, coordinates, shape[last_dim], convert)
 
 
-def _drawn_by_fours(
+def _draw_by_fours(
     key: Tensor,
     coordinates: Sequence[Tensor],
-    last: int,
-    of: Callable[[Tensor], Tensor],
+    last_size: int,
+    convert: WordFn,
 ) -> Tensor:
-    """The last coordinate counts by fours, since there are four words to a counter."""
-    fours = torch.arange(-(-last // 4), device=key.device)
-    words = philox(key, _counters([*coordinates, fours]))
-    return torch.stack([of(word) for word in words], -1).flatten(-2)[..., :last]
+    """Draws along a new last dimension, whose coordinate counts by fours.
+
+    There are four words to a set of counters, and each is one element.
+    """
+    num_fours = (last_size + 3) // 4
+    fours = torch.arange(num_fours, device=key.device)
+    words = philox(key, _to_counters([*coordinates, fours]))
+    stacked = torch.stack([convert(word) for word in words], -1)
+    return stacked.flatten(-2)[..., :last_size]
 
 
-def _drawn_for_tokens(
-    shape: Sequence[int], key: PackedKeys, of: Callable[[Tensor], Tensor]
+def _draw_for_tokens(
+    token_keys: PackedKeys, shape: Sequence[int], convert: WordFn
 ) -> Tensor:
-    keys, positions = key
-    if (*shape[:-1],) == keys.shape:
-        return _drawn_by_fours(keys[..., None], [positions[..., None]], shape[-1], of)
-    if (*shape[:-3], *shape[-2:]) == (*keys.shape, *keys.shape[-1:]):
-        heads = torch.arange(shape[-3], device=keys.device).view(-1, 1, 1)
-        last, own = positions[..., None, None, :], keys[..., None, :, None]
-        others = [heads, positions[..., None, :, None]]
-    elif (*shape,) == keys.shape:
-        last, own, others = positions, keys, []
+    """Draws for tokens, each as if its example stood alone: positions are coordinates."""
+    keys = token_keys.keys
+    positions = token_keys.positions
+    without_heads = (*shape[:-3], *shape[-2:])
+    if tuple(shape[:-1]) == keys.shape:  # (rows, length, features)
+        keys = keys[..., None]
+        coordinates = [positions[..., None]]
+        return _draw_by_fours(keys, coordinates, shape[-1], convert)
+    if tuple(shape) == keys.shape:
+        coordinates = []
+        last = positions
+    elif without_heads == (*keys.shape, keys.shape[-1]):  # attention weights
+        heads = torch.arange(shape[-3], device=keys.device)
+        queries = positions[..., None, :, None]
+        coordinates = [heads.view(-1, 1, 1), queries]
+        last = positions[..., None, None, :]
+        keys = keys[..., None, :, None]
     else:
         raise ValueError(
             f"token keys of shape {tuple(keys.shape)} for a tensor of shape {tuple(shape)}: its "
             "dimensions must be (rows, length, features), (rows, heads, length, length) or "
             "(rows, length)"
         )
-    one, two, three, four = map(of, philox(own, _counters([*others, last >> 2])))
-    odd, high = (last & 1) == 1, (last & 2) == 2
-    return torch.where(high, torch.where(odd, four, three), torch.where(odd, two, one))
+    # The last coordinate counts by fours, and its two lowest bits select the word.
+    words = philox(keys, _to_counters([*coordinates, last >> 2]))
+    first, second, third, fourth = [convert(word) for word in words]
+    is_odd = (last & 1) == 1
+    is_upper = (last & 2) == 2
+    lower_pair = torch.where(is_odd, second, first)
+    upper_pair = torch.where(is_odd, fourth, third)
+    return torch.where(is_upper, upper_pair, lower_pair)
 
 
-def _counters(coordinates: Sequence[Tensor]) -> tuple[_Word, _Word, _Word, _Word]:
-    """The last coordinate first; a missing one counts as 0."""
-    one, two, three, four = [*coordinates[::-1], 0, 0, 0][:4]
-    return one, two, three, four
+def _to_counters(coordinates: Sequence[Tensor]) -> list[_Word]:
+    """Returns coordinates as four counters, the last one first; a missing one is 0."""
+    missing = [0] * (4 - len(coordinates))
+    return [*coordinates[::-1], *missing]
 
 
-# Less 2³², so that products with a word of 32 bits stay within 63.
-_FACTORS = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32
-_STEPS = 0x9E3779B9, 0xBB67AE85
+# Philox's multipliers less 2³², so that products with a word of 32 bits fit into int64.
+_FACTORS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(
-    key: _Word, counters: tuple[_Word, _Word, _Word, _Word]
-) -> tuple[_Word, _Word, _Word, _Word]:
-    """The four words of a key and four counters, all of which broadcast.
+def philox(key: _Word, counters: Sequence[_Word]) -> _Words:
+    """Computes the four words of a key and four counters, all of which broadcast.
 
     >>> [hex(word) for word in philox(0, (0, 0, 0, 0))]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
     first, second, third, fourth = counters
-    low, high = key & _LOW, key >> 32
-    for turn in range(10):
+    low = key & _LOW
+    high = key >> 32
+    for i in range(10):
         # Only words of 32 bits are multiplied; higher bits are cut off in time. Otherwise torch's
         # compiler multiplies a result of arange in 32 bits, too (pytorch#175966).
-        first, third = first & _LOW, third & _LOW
-        one, two = first * _FACTORS[0], third * _FACTORS[1]
-        # The upper half of the product is that of this one, plus the word that 2³² multiplied.
-        first, second, third, fourth = (
-            ((two >> 32) + third) ^ second ^ (low + turn * _STEPS[0]),
-            two,
-            ((one >> 32) + first) ^ fourth ^ (high + turn * _STEPS[1]),
-            one,
-        )
+        first = first & _LOW
+        third = third & _LOW
+        first_product = first * _FACTORS[0]
+        third_product = third * _FACTORS[1]
+        # Since factors are less 2³², the upper half of a product lacks the word once.
+        second = ((third_product >> 32) + third) ^ second ^ (low + i * _KEY_STEPS[0])
+        fourth = ((first_product >> 32) + first) ^ fourth ^ (high + i * _KEY_STEPS[1])
+        # The words trade places. No other name keeps one alive: draws are large.
+        first = second
+        second = third_product
+        third = fourth
+        fourth = first_product
     return first & _LOW, second & _LOW, third & _LOW, fourth & _LOW
 
 
-def _new_key(key: Tensor, number: int | Tensor, purpose: int) -> Tensor:
-    """A key from a key, a number and the purpose, with counters that no draw has."""
+def _make_key(key: Tensor, number: int | Tensor, purpose: int) -> Tensor:
+    """Makes a key from a key, a number and the purpose, with counters that no draw has."""
     _check_keys(key)
-    wide = number.to(torch.int64) if isinstance(number, Tensor) else number
-    low, high, _, _ = philox(key, (wide & _LOW, (wide >> 32) & _LOW, purpose, _NEW_KEY))
-    made: Tensor = low | (high << 32)
-    return made
+    if isinstance(number, Tensor):
+        number = number.to(torch.int64)
+    low_number = number & _LOW
+    high_number = (number >> 32) & _LOW
+    low, high, _, _ = philox(key, (low_number, high_number, purpose, _NEW_KEY))
+    new_key: Tensor = low | (high << 32)
+    return new_key
 
 
-def below(p: float) -> Callable[[Tensor], Tensor]:
-    """Which words are among the lowest, which come with probability p.
+def below_probability(p: float) -> Callable[[Tensor], Tensor]:
+    """Returns the predicate of words that are among the lowest, which has probability p.
 
-    >>> below(0.5)(torch.tensor([2**31 - 1, 2**31]))
+    >>> below_probability(0.5)(torch.tensor([2**31 - 1, 2**31]))
     tensor([ True, False])
     """
     if not 0 <= p <= 1:
@@ -389,6 +438,7 @@ def below(p: float) -> Callable[[Tensor], Tensor]:
 
 
 def _check_keys(key: Any) -> None:
+    """Raises unless keys are a tensor of dtype int64."""
     if not isinstance(key, Tensor) or key.dtype != torch.int64:
         raise TypeError(
             f"{tree.format_leaf(key)} is no key: keys are tensors of dtype int64, as "

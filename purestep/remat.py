@@ -1,4 +1,4 @@
-"""Rematerialisation: a backward pass computes a function again, and keeps its arguments alone."""
+"""Rematerializes activations: the backward pass computes a function again from its arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from purestep import tree
-from purestep.torch_private import forward_level, transformed
+from purestep.torch_private import forward_level, has_transforms
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,30 +47,34 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        traced = (
+        is_traced = (
             torch.compiler.is_dynamo_compiling()
-            or transformed()
+            or has_transforms()
             or forward_level() >= 0
         )
-        if traced or not torch.is_grad_enabled():
+        if is_traced or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        leaves, structure = tree.flatten((args, kwargs))
+        leaves, spec = tree.flatten((args, kwargs))
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             raise TypeError(
                 f"{getattr(fn, '__qualname__', fn)} under ps.remat takes a torch.Generator, which "
                 "would draw other numbers in the backward pass: pass a key of ps.random"
             )
-        # Tensors in trees would neither be freed as the backward pass goes, nor checked for writes.
+        # Passed one by one: torch neither frees tensors in trees as the backward pass goes, nor
+        # checks them for writes.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        others = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
+        is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-        def again(*given: Tensor) -> R:
-            left = iter(given)
-            filled = [next(left) if other is None else other[0] for other in others]
-            args, kwargs = tree.unflatten(structure, filled)
+        def call_with(*tensors: Tensor) -> R:
+            remaining = iter(tensors)
+            merged = []
+            for from_tensors, other in zip(is_tensor, others, strict=True):
+                merged.append(next(remaining) if from_tensors else other)
+            args, kwargs = tree.unflatten(spec, merged)
             return fn(*args, **kwargs)
 
-        made: R = checkpoint(again, *tensors, use_reentrant=False)
-        return made
+        result: R = checkpoint(call_with, *tensors, use_reentrant=False)
+        return result
 
     return run

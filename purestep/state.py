@@ -1,6 +1,6 @@
-"""State as a flat dict of tensors by name: what leaves a program, and comes back into one."""
+"""Converts trees to flat dicts of tensors by name, in which state leaves a program and returns."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -13,13 +13,15 @@ from purestep.tree.shard import Shard, ShardSpec
 from purestep.types import Tree
 
 NamedLeaf: TypeAlias = Tensor | Shard
-"""What has a name where the state of all ranks is one: a tensor, or this rank's piece of one."""
+"""A tensor, or a ``Shard`` under the name of the full tensor, which is the same on all ranks."""
 
-SHOWN = 8
-"""How many differences a message lists; it counts the others."""
+NamedLeaves: TypeAlias = dict[str, NamedLeaf]
 
-_PLAIN = {Tensor, torch.nn.Parameter}
-_STABLE = {type(None), str, bytes, bool, int, float, torch.dtype}
+MAX_DIFFERENCES = 8
+"""How many differences an error lists; it counts the others."""
+
+_TENSOR_CLASSES = {Tensor, torch.nn.Parameter}
+_STABLE_KEY_CLASSES = {type(None), str, bytes, bool, int, float, torch.dtype}
 
 
 def state_dict(tree: Tree) -> dict[str, Tensor]:
@@ -38,12 +40,13 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     {"tree['a.b'][0]": tensor(2), "tree['layers'][0]": tensor(1.)}
     """
     flat: dict[str, Tensor] = {}
-    taken: set[torch.UntypedStorage] = set()
-    for name, leaf in _tensors(tree).items():
-        own = leaf.is_contiguous() and leaf.untyped_storage().nbytes() == leaf.nbytes
-        if not own or leaf.untyped_storage() in taken:
+    storages: set[torch.UntypedStorage] = set()
+    for name, leaf in _named_tensors(tree).items():
+        storage = leaf.untyped_storage()
+        fills_storage = leaf.is_contiguous() and storage.nbytes() == leaf.nbytes
+        if not fills_storage or storage in storages:
             leaf = leaf.clone(memory_format=torch.contiguous_format)
-        taken.add(leaf.untyped_storage())
+        storages.add(leaf.untyped_storage())
         flat[name] = leaf
     return flat
 
@@ -66,116 +69,153 @@ def load_state_dict(like: Tree, flat: Mapping[str, Tensor]) -> Tree:
       tree['v'] is torch.int64 of shape (); like has no such leaf
       tree['w'] is torch.float32 of shape (2, 1); like has torch.float32 of shape (2,)
     """
-    wanted = _tensors(like)
-    check_fit(
-        {name: trees.format_leaf(tensor) for name, tensor in flat.items()},
-        wanted,
-        "flat",
-    )
-    fresh = [
-        local_tensor(empty_like(w)).copy_(flat[name].detach())
-        for name, w in wanted.items()
-    ]
-    return trees.unflatten(trees.flatten(like)[1], fresh)
+    expected = _named_tensors(like)
+    formatted = {name: trees.format_leaf(tensor) for name, tensor in flat.items()}
+    check_fit(formatted, expected, "flat")
+    loaded = []
+    for name, tensor in expected.items():
+        empty = torch.empty_like(tensor, requires_grad=False)
+        loaded.append(empty.copy_(flat[name].detach()))
+    _, spec = trees.flatten(like)
+    return trees.unflatten(spec, loaded)
 
 
-def named_leaves(tree: Tree) -> dict[str, NamedLeaf]:
-    """The tensors by name, where ranks are one: a ``Shard`` has the name of the whole tensor."""
-    named = _named(tree, within=Shard)
-    places = trees.shard_specs(trees.flatten(tree)[1]) or [None] * len(named)
-    pairs = zip(named, places, strict=True)
-    return {name: _slot(name, leaf, place) for (name, leaf), place in pairs}
+def named_leaves(tree: Tree) -> NamedLeaves:
+    """Returns tensors and shards by name; a ``Shard`` has the name of the full tensor."""
+    leaves = _pair_with_names(tree, hidden_type=Shard)
+    _, spec = trees.flatten(tree)
+    shard_specs = trees.shard_specs(spec) or [None] * len(leaves)
+    by_name = {}
+    for (name, leaf), shard_spec in zip(leaves, shard_specs, strict=True):
+        by_name[name] = _make_named_leaf(name, leaf, shard_spec)
+    return by_name
 
 
-def _slot(name: str, leaf: Any, place: ShardSpec | None) -> NamedLeaf:
-    """A tensor, or the piece of one at this place; anything else is refused by its name."""
-    tensor = _plain(name, leaf)
-    if place is None or tensor.ndim != len(place.shape):  # such as an optimizer's count
+def _make_named_leaf(name: str, leaf: Any, shard_spec: ShardSpec | None) -> NamedLeaf:
+    """Wraps a local shard in ``Shard`` again, and raises for anything but a plain tensor."""
+    tensor = _detach_plain(name, leaf)
+    # An optimizer's step count, in the state of a sharded parameter, is not sharded.
+    if shard_spec is None or tensor.ndim != len(shard_spec.shape):
         return tensor
-    place.check(f"{name}.local", tensor)
-    return Shard(tensor, *place)
+    shard_spec.check(f"{name}.local", tensor)
+    return Shard(tensor, *shard_spec)
 
 
-def local_tensor(slot: NamedLeaf) -> Tensor:
-    """What this rank holds of it."""
-    return slot.local if isinstance(slot, Shard) else slot
+def local_tensor(leaf: NamedLeaf) -> Tensor:
+    """Returns the tensor itself, or this rank's part of a ``Shard``."""
+    if isinstance(leaf, Shard):
+        local: Tensor = leaf.local
+        return local
+    return leaf
 
 
-def assign_leaf(slot: NamedLeaf, tensor: Tensor) -> NamedLeaf:
-    """The slot with this tensor in it."""
-    return Shard(tensor, *slot.spec) if isinstance(slot, Shard) else tensor
+def replace_local(leaf: NamedLeaf, tensor: Tensor) -> NamedLeaf:
+    """Returns ``tensor``, sharded as ``leaf`` is."""
+    if isinstance(leaf, Shard):
+        return Shard(tensor, *leaf.spec)
+    return tensor
 
 
-def format_named_leaf(slot: NamedLeaf) -> str:
-    """The dtype and shape of a tensor; of a piece, the shape of the whole."""
-    return f"{local_tensor(slot).dtype} of shape {tuple(slot.shape)}"
+def format_named_leaf(leaf: NamedLeaf) -> str:
+    """Formats the dtype and shape of a tensor, or of the full tensor of a ``Shard``."""
+    return f"{local_tensor(leaf).dtype} of shape {tuple(leaf.shape)}"
 
 
 def check_fit(
-    found: Mapping[str, str], wanted: Mapping[str, NamedLeaf], what: str
+    actual: Mapping[str, str], expected: Mapping[str, NamedLeaf], source: str
 ) -> None:
-    """Refuses kinds ``found`` by name that are not those of the tensors ``wanted``."""
-    expected = {name: format_named_leaf(slot) for name, slot in wanted.items()}
-    differences = [
-        f"{name} is {found.get(name, 'missing')}; like has {expected.get(name, 'no such leaf')}"
-        for name in sorted(found.keys() | expected.keys(), key=str)
-        if found.get(name) != expected.get(name)
-    ]
-    if differences:
-        more = [f"and {len(differences) - SHOWN:,} more"] * (len(differences) > SHOWN)
-        lines = "\n  ".join([*differences[:SHOWN], *more])
-        raise ValueError(
-            f"{what} does not fit like: build like as the saved tree was\n  {lines}"
-        )
+    """Raises unless the saved leaves have the names, dtypes and shapes of ``expected``.
+
+    Args:
+        actual: the leaves of the source, formatted as by ``format_named_leaf``.
+        expected: the leaves of ``like``.
+        source: what the error calls the source, such as the path of a file.
+    """
+    formatted = {name: format_named_leaf(leaf) for name, leaf in expected.items()}
+    differences = []
+    for name in sorted(actual.keys() | formatted.keys(), key=str):
+        in_source = actual.get(name, "missing")
+        in_like = formatted.get(name, "no such leaf")
+        if in_source != in_like:
+            differences.append(f"{name} is {in_source}; like has {in_like}")
+    if not differences:
+        return
+    lines = differences[:MAX_DIFFERENCES]
+    num_more = len(differences) - MAX_DIFFERENCES
+    if num_more > 0:
+        lines.append(f"and {num_more:,} more")
+    text = "\n  ".join(lines)
+    raise ValueError(
+        f"{source} does not fit like: build like as the saved tree was\n  {text}"
+    )
 
 
-def empty_like(slot: NamedLeaf) -> NamedLeaf:
-    """Fresh memory for a leaf, in its memory order: in another, a product may round differently."""
-    return assign_leaf(slot, torch.empty_like(local_tensor(slot), requires_grad=False))
+def empty_like(leaf: NamedLeaf) -> NamedLeaf:
+    """Allocates memory for a leaf, in its memory order: in another, products round differently."""
+    empty = torch.empty_like(local_tensor(leaf), requires_grad=False)
+    return replace_local(leaf, empty)
 
 
-def _tensors(tree: Tree) -> dict[str, Tensor]:
-    return {name: _plain(name, leaf) for name, leaf in _named(tree)}
+def _named_tensors(tree: Tree) -> dict[str, Tensor]:
+    """Returns the tensors of a tree by name, and raises for other leaves."""
+    return {name: _detach_plain(name, leaf) for name, leaf in _pair_with_names(tree)}
 
 
-def _named(tree: Tree, within: type | None = None) -> list[tuple[str, Any]]:
-    """The leaves by name, in their order; ``within`` is a node that names do not mention."""
+def _pair_with_names(
+    tree: Tree, hidden_type: type | None = None
+) -> list[tuple[str, Any]]:
+    """Pairs each leaf with its name, in the order of ``tree.flatten``.
+
+    Args:
+        tree: the tree.
+        hidden_type: a class of nodes that names leave out.
+    """
     names = []
-    for path in optree.tree_accessors(tree, namespace=trees.NAMESPACE):
-        names.append(
-            optree.PyTreeAccessor(e for e in path if e.type is not within).codify(
-                "tree"
-            )
-        )
-        for key in path.path:
-            if not _is_stable(key):
+    for accessor in optree.tree_accessors(tree, namespace=trees.NAMESPACE):
+        entries = [entry for entry in accessor if entry.type is not hidden_type]
+        name = optree.PyTreeAccessor(entries).codify("tree")
+        names.append(name)
+        for key in accessor.path:
+            if not _has_stable_repr(key):
                 raise ValueError(
-                    f"{names[-1]} has no name that stays: its key is of type {type(key).__name__}; "
+                    f"{name} has no name that stays: its key is of type {type(key).__name__}; "
                     "make it a str, an int, a tuple of these, or an Enum of these"
                 )
-    if len({*names}) < len(names):
-        raise ValueError(
-            f"{max(names, key=names.count)} is the name of two leaves: give them keys that print "
-            "differently; a class that is registered with optree returns such keys as entries"
-        )
-    return [*zip(names, trees.flatten(tree)[0], strict=True)]
+    _check_unique(names)
+    leaves, _ = trees.flatten(tree)
+    return [*zip(names, leaves, strict=True)]
 
 
-def _is_stable(key: Any) -> bool:
-    """Whether a key prints the same in every process: no addresses, no order of a set."""
+def _check_unique(names: Collection[str]) -> None:
+    """Raises if two leaves have the same name."""
+    seen = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(
+                f"{name} is the name of two leaves: give them keys that print differently; a class "
+                "that is registered with optree returns such keys as entries"
+            )
+        seen.add(name)
+
+
+def _has_stable_repr(key: Any) -> bool:
+    """Tells whether a key prints the same in each process: no address, no order of a set."""
     if isinstance(key, tuple):
-        return all(map(_is_stable, key))
-    # Not of a subclass, which may print what it likes.
-    return _is_stable(key.value) if isinstance(key, Enum) else type(key) in _STABLE
+        return all(_has_stable_repr(item) for item in key)
+    if isinstance(key, Enum):
+        return _has_stable_repr(key.value)
+    return type(key) in _STABLE_KEY_CLASSES  # A subclass may print anything.
 
 
-def _plain(name: str, leaf: Any) -> Tensor:
+def _detach_plain(name: str, leaf: Any) -> Tensor:
+    """Detaches a leaf, and raises unless it is a plain tensor with values."""
     if not isinstance(leaf, Tensor):
         raise TypeError(
             f"{name} is {trees.format_leaf(leaf)}: state is tensors alone; make it one, as in "
             "torch.tensor(3), or leave it out"
         )
-    if type(leaf) not in _PLAIN or leaf.layout is not torch.strided or leaf.is_meta:
+    is_plain = type(leaf) in _TENSOR_CLASSES and leaf.layout is torch.strided
+    if not is_plain or leaf.is_meta:
         raise TypeError(
             f"{name} is of class {type(leaf).__name__}, layout {leaf.layout}, on {leaf.device}: "
             "state is plain tensors that hold values; make it one, as by .to_dense(), "

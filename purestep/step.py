@@ -8,7 +8,7 @@ The sums run over all tokens of all microbatches on all ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias
@@ -48,11 +48,13 @@ from purestep.types import (
     ParamsT,
     StateT,
     StepMetrics,
+    TokenCounts,
     UpdateStep,
     WeightFn,
 )
 
-_RECORDED = attrgetter("requires_grad")
+# Read of all leaves at each step.
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _MISSING: Any = object()
 
 Normalize = Literal["loss", "grads"]
@@ -108,20 +110,16 @@ def make_update_step(
     """
     validation.check_functions(loss_fn, weight_fn, axis)
     check_optimizer("optimizer must be a ps.optim.Optimizer", optimizer)
-    validation.check_callable("grad_and_value", grad_and_value)
-    validation.check_choice("normalize", normalize, Normalize)
-    validation.check_choice("gather", gather, Gather)
-    validation.check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
+    choices = {"normalize": normalize, "gather": gather, "on_nonfinite": on_nonfinite}
+    _check_choices(choices)
     validation.check_normalize(normalize, weight_fn, accum_dtype)
-    backends = make_backends(loss_fn, grad_and_value, compile)
-    backends = gather_in_backends(backends, gather)
-    counted_first = weight_fn if normalize == "loss" else None
+    backends = gather_in_backends(
+        make_backends(loss_fn, grad_and_value, compile), gather
+    )
     rank_config = {
-        "normalize": normalize,
+        **choices,
         "weight_fn": "given" if weight_fn else "None",
         "accum_dtype": str(accum_dtype),
-        "gather": gather,
-        "on_nonfinite": on_nonfinite,
     }
     seen_specs: SeenSpecs = {}
 
@@ -146,7 +144,9 @@ def make_update_step(
                         params, opt_state, microbatches, axis, donate
                     )
             with profiler_range("purestep.count"):
-                group = with_weights(microbatches, counted_first)
+                group = with_weights(
+                    microbatches, weight_fn if normalize == "loss" else None
+                )
                 if is_first and weight_fn is label_weights:
                     hints.check_shifted(group.microbatches)
                 total = session.all_reduce_counts(
@@ -157,8 +157,9 @@ def make_update_step(
                 )
             on_grad_ready = session.grad_hook(params, accum_dtype)
             if gather == "microbatch":
-                length = session.max_microbatches(len(microbatches))
-                group = pad_microbatches(group, length)
+                group = pad_microbatches(
+                    group, session.max_microbatches(len(microbatches))
+                )
             sums = accumulate_group(
                 backends,
                 session.params_for_loss(params),
@@ -175,36 +176,31 @@ def make_update_step(
         if normalize == "grads":
             total = sums.counts
             sums = normalize_sums(sums)
-        # An N that has overflowed on a device, where the host cannot refuse it, is not applied.
-        applied = (total.num_tokens > 0) & total.num_tokens.isfinite()
-        if on_nonfinite == "skip":
-            applied = applied & tree.all_finite(sums.grads)
-        metrics = StepMetrics(
-            loss=sums.loss,
-            num_tokens=total.num_tokens,
-            num_microbatches=total.num_microbatches,
-            grad_norm=tree.global_norm(sums.grads),
-            applied=applied,
-            aux=sums.aux,
+        new_params, new_opt_state, metrics = finish_step(
+            optimizer,
+            sums,
+            total,
+            params,
+            opt_state,
+            skips_nonfinite=on_nonfinite == "skip",
+            donate=donate,
         )
-        with profiler_range("purestep.optimizer"):
-            new_params, new_opt_state = apply_update(
-                optimizer, sums.grads, opt_state, params, applied, donate=donate
-            )
         if axis.is_multi_program:
             validation.check_no_graph(new_params, axis)
         # A loss is checked where it runs, and wholly only where nothing is recorded.
         if is_first and len(microbatches) and tree.is_plain_eager(params, opt_state):
-            specs = seen_specs.setdefault(session.rank, deque(maxlen=8))
-            specs.append(tree.flatten(params)[1])
-        # Under torch.func they keep their derivative: without it, it would be 0 without a word.
-        may_require_grad = sums.loss.requires_grad or not tree.is_empty(sums.aux)
-        if may_require_grad and tree.can_write():
-            metrics = tree.detach(metrics)
+            _mark_as_seen(seen_specs, session.rank, params)
         return new_params, new_opt_state, metrics
 
     update_step.__qualname__ = "update_step"  # as errors name it
     return update_step
+
+
+def _check_choices(choices: Mapping[str, str]) -> None:
+    """Raises where a setting is none of the values that it may have."""
+    allowed = {"normalize": Normalize, "gather": Gather, "on_nonfinite": OnNonfinite}
+    for name, value in choices.items():
+        validation.check_choice(name, value, allowed[name])
 
 
 def normalize_sums(sums: GradSums) -> GradSums:
@@ -247,6 +243,46 @@ def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
     return True
 
 
+def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:
+    """Remembers the containers of params that are checked, the last few of each rank."""
+    specs = seen_specs.setdefault(rank, deque(maxlen=8))
+    specs.append(tree.flatten(params)[1])
+
+
+def finish_step(
+    optimizer: Optimizer[StateT],
+    sums: GradSums,
+    total: TokenCounts,
+    params: ParamsT,
+    opt_state: StateT,
+    *,
+    skips_nonfinite: bool,
+    donate: bool,
+) -> tuple[ParamsT, StateT, StepMetrics]:
+    """Measures the gradients of all ranks, and applies them if there is any token."""
+    # An N that has overflowed on a device, where the host cannot refuse it, is not applied.
+    applied = (total.num_tokens > 0) & total.num_tokens.isfinite()
+    if skips_nonfinite:
+        applied = applied & tree.all_finite(sums.grads)
+    metrics = StepMetrics(
+        loss=sums.loss,
+        num_tokens=total.num_tokens,
+        num_microbatches=total.num_microbatches,
+        grad_norm=tree.global_norm(sums.grads),
+        applied=applied,
+        aux=sums.aux,
+    )
+    with profiler_range("purestep.optimizer"):
+        new_params, new_opt_state = apply_update(
+            optimizer, sums.grads, opt_state, params, applied, donate=donate
+        )
+    # Under torch.func they keep their derivative: without it, it would be 0 without a word.
+    may_require_grad = sums.loss.requires_grad or not tree.is_empty(sums.aux)
+    if may_require_grad and tree.can_write():
+        metrics = tree.detach(metrics)
+    return new_params, new_opt_state, metrics
+
+
 def apply_update(
     optimizer: Optimizer,
     grads: Params,
@@ -256,14 +292,14 @@ def apply_update(
     *,
     donate: bool,
 ) -> tuple[Params, OptState]:
-    """The optimizer's update where ``applied`` holds, and the identity, to the bit, elsewhere.
+    """Updates params and state where ``applied`` holds, and returns them, to the bit, elsewhere.
 
         (θ′, s′) = optimizer(g, s, θ) if applied else (θ, s)
 
-    Where a transform, a compiler or autograd looks on, it is ``update`` and a selection. Elsewhere
-    it is ``update_``: on the buffers that come in, with ``donate``, and else on one copy of them.
-    It consumes the gradients. The host reads an ``applied`` that lies on it, and waits for no
-    device.
+    Where a transform, a compiler or autograd follows the values, it is ``optimizer.update`` and a
+    selection. Elsewhere it is ``update_``: on the caller's buffers with ``donate``, otherwise on
+    one copy of them. It consumes the gradients. The host reads an ``applied`` that lies on it, and
+    waits for no device.
 
     >>> import torch
     >>> from purestep.optim import sgd
@@ -275,44 +311,53 @@ def apply_update(
     {'w': tensor(1.)}
     """
     try:
-        leaves, structure = tree.flatten((params, opt_state, grads))
-        if not tree.is_plain_eager() or any(map(_RECORDED, leaves)):
-            known = tree.concrete(applied)
-            if known is not None and not known.any():  # in no member of an ensemble
-                params, opt_state = tree.map(torch.clone, (params, opt_state))
-                return params, opt_state
-            moved = optimizer.update(mask_grads(grads, applied), opt_state, params)
-            params, opt_state = tree.where(applied, moved, (params, opt_state))
-            return params, opt_state
-        num_params, num_state = (
-            structure.child(0).num_leaves,
-            structure.child(1).num_leaves,
-        )
-        firsts = {"params": 0, "opt_state": num_params} if num_state else {"params": 0}
-        for name, position in firsts.items():
-            if validation.DONATED in leaves[position].__dict__:
+        leaves, spec = tree.flatten((params, opt_state, grads))
+        # By map: an optimizer's leaves are four for each param, and a loop takes twice as long.
+        if not tree.is_plain_eager() or any(map(_REQUIRES_GRAD, leaves)):
+            return _apply_recorded(optimizer, grads, opt_state, params, applied)
+        num_params = spec.child(0).num_leaves
+        num_written = num_params + spec.child(1).num_leaves
+        first_leaves = {"params": 0}
+        if num_written > num_params:
+            first_leaves["opt_state"] = num_params
+        consumed: list[Tensor] = []
+        for name, index in first_leaves.items():
+            if validation.DONATED in leaves[index].__dict__:
                 raise validation.reused_donation_error(name)
-        donated = [leaves[position] for position in firsts.values()] if donate else []
-        if donate:
-            for position in firsts.values():
-                leaves[position] = leaves[
-                    position
-                ].data  # An alias that no operation makes.
-        else:
-            # On the host, foreach operations are loops, and looking for kinds takes longer.
-            state = leaves[: num_params + num_state]
-            copies = (
-                [*map(torch.clone, state)] if applied.is_cpu else foreach.clone(state)
-            )
-            leaves[: num_params + num_state] = copies
-        params, opt_state, grads = tree.unflatten(structure, leaves)
+            if donate:
+                consumed.append(leaves[index])
+                leaves[index] = leaves[index].data  # an alias that no operation makes
+        if not donate:
+            written = leaves[:num_written]
+            # On the host, foreach operations are loops, and grouping leaves takes longer.
+            on_host = applied.is_cpu
+            copies = map(torch.clone, written) if on_host else foreach.clone(written)
+            leaves[:num_written] = copies
+        params, opt_state, grads = tree.unflatten(spec, leaves)
         if not applied.is_cpu or applied:
             where = None if applied.is_cpu else applied
             update_ = optimizer.update_ or update_in_place(optimizer)
             params, opt_state = update_(grads, opt_state, params, where)
-        for leaf in donated:  # A step that fails has consumed nothing.
+        for leaf in consumed:  # A step that fails has consumed nothing.
             validation.mark_donated(leaf)
         return params, opt_state
     except Exception as error:
         reraise_with_hint(optimizer.init, opt_state, params, error)
         raise
+
+
+def _apply_recorded(
+    optimizer: Optimizer,
+    grads: Params,
+    opt_state: OptState,
+    params: Params,
+    applied: Tensor,
+) -> tuple[Params, OptState]:
+    """Updates out of place, so that a transform, a compiler or autograd can follow the values."""
+    concrete = tree.concrete(applied)
+    if concrete is not None and not concrete.any():  # in no member of an ensemble
+        params, opt_state = tree.map(torch.clone, (params, opt_state))
+        return params, opt_state
+    new = optimizer.update(mask_grads(grads, applied), opt_state, params)
+    params, opt_state = tree.where(applied, new, (params, opt_state))
+    return params, opt_state

@@ -1,9 +1,9 @@
-"""Every private name of torch's that purestep uses, and what happens where it is missing.
+"""Collects the private names of torch that purestep uses, each with a fallback or an error.
 
-A private name may go with any release of torch. Where one is missing, nothing happens at import;
-what needs it raises at its first use and says which torch has it, unless a fallback is named here.
+A private name may go with any release of torch. Where one is missing, the import succeeds. What
+needs it raises at its first use and says which torch has it, unless a fallback is named here.
 
->>> _missing("_no_such_name")()
+>>> _make_missing("_no_such_name")()
 Traceback (most recent call last):
 ...
 RuntimeError: torch ... has no torch._no_such_name, which purestep needs for this: install ...
@@ -12,7 +12,6 @@ RuntimeError: torch ... has no torch._no_such_name, which purestep needs for thi
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -20,23 +19,28 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-OLDEST, NEWEST = "2.11.0", "2.15.0"
-"""Of the torch versions that are claimed: ``make versions`` runs the tests on both."""
-
+OLDEST = "2.11.0"
+NEWEST = "2.15.0"
+"""The torch versions that are claimed: ``make versions`` runs the tests on both."""
 
 _TORCH_2_11 = torch.__version__ < "2.12"
 
 
 def _private(path: str) -> Any:
-    """``torch.path``; where there is none, a function that says so."""
+    """Returns ``torch.path``; where torch has none, a function that says so."""
+    value: Any = torch
     try:
-        return attrgetter(path)(torch)
+        for name in path.split("."):
+            value = getattr(value, name)
     except AttributeError:
-        return _missing(path)
+        return _make_missing(path)
+    return value
 
 
-def _missing(path: str) -> Callable[..., NoReturn]:
-    def missing(*_: Any, **__: Any) -> NoReturn:
+def _make_missing(path: str) -> Callable[..., NoReturn]:
+    """Makes a function that raises, and names what torch lacks."""
+
+    def missing(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
             f"torch {torch.__version__} has no torch.{path}, which purestep needs for this: "
             f"install a torch from {OLDEST} to {NEWEST}"
@@ -47,23 +51,24 @@ def _missing(path: str) -> Callable[..., NoReturn]:
 
 # Transforms: where none is active, buffers are reused, and kernels run that no transform knows.
 
-transformed: Callable[[], bool] = _private("_C._are_functorch_transforms_active")
-"""Whether a transform of ``torch.func`` is active."""
+has_transforms: Callable[[], bool] = _private("_C._are_functorch_transforms_active")
+"""Returns True if a transform of ``torch.func`` is active."""
 
-_interpreters = _private("_C._functorch.get_interpreter_stack")
+_get_interpreters = _private("_C._functorch.get_interpreter_stack")
 
-
+# A partial, since each step asks several times: it runs without a frame of Python.
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
-"""The level of derivatives in forward mode that are being taken, from 0; -1 where none is."""
+"""Returns the level of forward-mode derivatives that are being taken, from 0; -1 for none."""
 
 
 def transforms_differentiate() -> bool:
-    """Whether one of the transforms of ``torch.func`` that are active is not a ``vmap``."""
-    return any(level.key().name != "Vmap" for level in _interpreters() or [])
+    """Checks if one of the active transforms of ``torch.func`` is not a ``vmap``."""
+    interpreters = _get_interpreters() or []
+    return any(interpreter.key().name != "Vmap" for interpreter in interpreters)
 
 
 def check_inference_mode() -> None:
-    """Refuses derivatives by ``torch.func`` where torch 2.11 gives zeros, without a word.
+    """Refuses derivatives by ``torch.func`` where torch 2.11 silently gives zeros.
 
     Its ``torch.func`` records nothing under ``torch.inference_mode``; what it compiles is right.
     """
@@ -88,35 +93,39 @@ _saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 
 
 def checkpoint_frame() -> Any | None:
-    """The frame of the innermost checkpoint that computes for the first time; None outside of any.
+    """Returns the frame of the innermost checkpoint that computes for the first time, or None.
 
-    It holds ``recompute_fn``, which the backward pass calls. A checkpoint puts hooks on what
-    is saved for the backward pass.
+    It has ``recompute_fn``, which the backward pass calls. A checkpoint puts hooks on what is saved
+    for the backward pass, and their closure has the frame.
     """
-    pack, *_ = _saved_tensors_hooks(False) or [None]
-    if (
-        getattr(pack, "__qualname__", "")
-        != "_checkpoint_hook.__init__.<locals>.pack_hook"
-    ):
+    hooks = _saved_tensors_hooks(False)
+    if not hooks:
         return None
-    frame = inspect.getclosurevars(pack).nonlocals.get("frame")
+    pack_hook = hooks[0]
+    name = getattr(pack_hook, "__qualname__", "")
+    if name != "_checkpoint_hook.__init__.<locals>.pack_hook":
+        return None
+    closure = inspect.getclosurevars(pack_hook).nonlocals
+    frame = closure.get("frame")
     if not hasattr(frame, "recompute_fn"):
-        _missing("utils.checkpoint._CheckpointFrame.recompute_fn")()
+        _make_missing("utils.checkpoint._CheckpointFrame.recompute_fn")()
     return frame
 
 
-version: Callable[[Tensor], int] = _private("Tensor._version.__get__")
-"""How often a tensor was written to."""
+version_counter: Callable[[Tensor], int] = _private("Tensor._version.__get__")
+"""Returns how often a tensor was written to."""
 
 
 def _sum_nonzero(x: Tensor) -> Tensor:
     return (x != 0).sum()
 
 
-# torch 2.11 has no batching rule for it: a warning, and a loop over the batch.
-count_nonzero: Callable[[Tensor], Tensor] = (
-    _sum_nonzero if _TORCH_2_11 else torch.count_nonzero
-)
+count_nonzero: Callable[[Tensor], Tensor] = torch.count_nonzero
+"""Counts the elements other than 0."""
+
+if _TORCH_2_11:
+    # Its count_nonzero has no batching rule: it warns, and loops over the batch.
+    count_nonzero = _sum_nonzero
 
 # Kernels for many leaves at once.
 
@@ -128,43 +137,44 @@ def foreach(name: str) -> Callable[..., Any]:
 
 
 def multiply_by_one(column: Sequence[Tensor]) -> list[Tensor]:
-    """Clones a column to the bit."""
+    """Clones the tensors of a list, to the bit."""
     if column[0].dtype == torch.bool:
         return [leaf.clone() for leaf in column]
-    products: list[Tensor] = foreach("mul")(column, 1)
+    multiply = foreach("mul")
+    products: list[Tensor] = multiply(column, 1)
     return products
 
 
 foreach_clone: Callable[[Sequence[Tensor]], list[Tensor]] = getattr(
     torch, "_foreach_clone", multiply_by_one
 )
-"""Clones the tensors of a list. torch 2.11 lacks it: there a product by one, which is exact."""
+"""Clones the tensors of a list. torch 2.11 lacks it: a product by one is exact, too."""
 
 fused_adamw_: Callable[..., None] = _private("_fused_adamw_")
 
 is_profiling: Callable[[], bool] = _private("autograd._profiler_enabled")
-"""Whether ``torch.profiler`` runs in this thread."""
+"""Returns True if ``torch.profiler`` runs in this thread."""
 
 # Process groups. A torch that was built without torch.distributed has none of these.
 
 all_reduce: Callable[..., Tensor] = _private("ops._c10d_functional.all_reduce")
-"""A collective that compiles, as do the next two; its result is there after ``wait``."""
+"""Starts a collective that compiles, as do the next two; ``wait`` waits for its result."""
 _gather: Callable[..., Tensor] = _private("ops._c10d_functional.all_gather_into_tensor")
 _GATHER_OUT = "ops._c10d_functional.all_gather_into_tensor_out"
 _gather_out: Callable[..., Tensor] = _private(_GATHER_OUT)
 
 
 def all_gather(flat: Tensor, size: int, group: str) -> Tensor:
-    """Gathers a vector of each rank into memory that is made here.
+    """Gathers a vector of each rank into newly allocated memory.
 
     Without ``out=``, gloo runs ALLGATHER_COALESCED. That name has over 15 characters, so gloo's two
     workers write it to memory of the heap, without a lock (docs/pages/why/gloo.md).
     """
     if _TORCH_2_11 and type(flat) is not Tensor:
-        return _gather(
-            flat, size, group
-        )  # Its compiler, which traces, fails with the other.
-    return _gather_out(flat, size, group, out=flat.new_empty(size * flat.numel()))
+        # Its compiler, which traces with other types, fails with out=.
+        return _gather(flat, size, group)
+    out = flat.new_empty(size * flat.numel())
+    return _gather_out(flat, size, group, out=out)
 
 
 reduce_scatter: Callable[..., Tensor] = _private(
@@ -172,20 +182,21 @@ reduce_scatter: Callable[..., Tensor] = _private(
 )
 wait: Callable[[Tensor], Tensor] = _private("ops._c10d_functional.wait_tensor")
 
-flattened: Callable[[Any], Any] = _private(
+flatten_mesh: Callable[[Any], Any] = _private(
     "distributed.device_mesh.DeviceMesh._flatten"
 )
-"""The mesh as one dimension, with one process group."""
+"""Flattens a mesh to one dimension, with one process group."""
 
 
-def collectives_begun(group: Any, device: torch.device) -> int | None:
-    """How many collectives of a device's tensors a process group has begun.
+def count_collectives(group: Any, device: torch.device) -> int | None:
+    """Counts the collectives of a device's tensors that a process group has begun.
 
-    None where its backend does not count. The group itself would answer for its default backend,
-    which is that of the host in a group of "cpu:gloo,cuda:nccl".
+    Returns None where the backend does not count. The group itself would answer for its default
+    backend, which is that of the host in a group of "cpu:gloo,cuda:nccl".
     """
     try:
-        number: int = group._get_backend(device)._get_sequence_number_for_group()
+        backend = group._get_backend(device)
+        number: int = backend._get_sequence_number_for_group()
     except (AttributeError, RuntimeError):
         return None
     return number
@@ -194,16 +205,18 @@ def collectives_begun(group: Any, device: torch.device) -> int | None:
 # The compiler. Its import takes a second, so it happens where something is compiled.
 
 
-def never_compiled_alone(function: Callable[..., Any]) -> None:
-    """Python runs a function, and all that it calls, where no graph of its caller holds it.
+def skip_compilation(function: Callable[..., Any]) -> None:
+    """Lets Python run a function, and all that it calls, unless a graph of its caller contains it.
 
     A torch without the name compiles them there.
     """
     try:
         from torch._C._dynamo import eval_frame
 
-        skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)
-        eval_frame.set_code_exec_strategy(function.__code__, skip)
+        skip = eval_frame._FrameAction.SKIP
+        # Of this frame, and of the frames that it calls.
+        strategy = eval_frame._FrameExecStrategy(skip, skip)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
     except (ImportError, AttributeError):
         pass
 
@@ -233,8 +246,8 @@ def graph_pass(rewrite: Callable[[Any], None], file: str, extra: str = "") -> An
     return NamedPass()
 
 
-def uncompiled(function: Any) -> Any | None:
-    """The function of which ``torch.compile`` has made this one; None if it did not.
+def original_function(function: Any) -> Any | None:
+    """Returns the function that ``torch.compile`` compiled to this one; None if it did not.
 
     ``module.compile()`` keeps such a function, of a method that is bound to the module.
     """
@@ -242,61 +255,81 @@ def uncompiled(function: Any) -> Any | None:
         return None
     original: Any = vars(function).get("_torchdynamo_orig_callable")
     code = getattr(original, "__code__", None)
-    if code is not None and "_dynamo" in code.co_filename:  # a wrapper around a method
+    if code is not None and "_dynamo" in code.co_filename:
+        # The compiler wraps methods once more.
         return original.__wrapped__
     return original
 
 
-def watching(look: Callable[[Any, Any, Any], None]) -> Any:
-    """A context in which ``look`` gets each operation, and its arguments, before it runs."""
+def watch_operations(look: Callable[[Any, Any, Any], None]) -> Any:
+    """Makes a context that passes each operation and its arguments to ``look`` before it runs."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            look(func, args, kwargs or {})
-            return func(*args, **(kwargs or {}))
+            if kwargs is None:
+                kwargs = {}
+            look(func, args, kwargs)
+            return func(*args, **kwargs)
 
     return Watch()  # type: ignore[no-untyped-call]
 
 
-def arguments_of(
+def bind_arguments(
     operation: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, tuple[Any, bool]]:
-    """The arguments of an operation by name, defaults included, and whether it writes to each."""
-    known = operation._schema.arguments
-    given = {
-        each.name: each.default_value for each in known if each.has_default_value()
-    }
-    given |= dict(zip([each.name for each in known], args, strict=False)) | kwargs
-    writes = {
-        each.name: bool(each.alias_info and each.alias_info.is_write) for each in known
-    }
-    return {name: (value, writes[name]) for name, value in given.items()}
+    """Returns each argument of an operation by name, and whether the operation writes to it.
+
+    Arguments that the call leaves out have their default values.
+    """
+    arguments = {}
+    for i, parameter in enumerate(operation._schema.arguments):
+        if i < len(args):
+            value = args[i]
+        elif parameter.name in kwargs:
+            value = kwargs[parameter.name]
+        elif parameter.has_default_value():
+            value = parameter.default_value
+        else:
+            continue
+        alias = parameter.alias_info
+        is_written = alias is not None and alias.is_write
+        arguments[parameter.name] = (value, is_written)
+    return arguments
 
 
-def may_draw(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws random numbers. Attention does where it drops something."""
-    drops, _ = arguments_of(operation, args, kwargs).get("dropout_p", (None, False))
-    return torch.Tag.nondeterministic_seeded in operation.tags and drops != 0.0
+def may_draw_random(
+    operation: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
+    """Checks if an operation draws random numbers. Attention does so if it drops anything."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    arguments = bind_arguments(operation, args, kwargs)
+    if "dropout_p" not in arguments:
+        return True
+    dropout_p, _ = arguments["dropout_p"]
+    return bool(dropout_p != 0.0)
 
 
 def traced_container(structure: Any, children: list[Any]) -> Any:
-    """The container at the top of an optree structure, over these children, in a trace.
+    """Rebuilds the container at the top of an optree structure, over these children, in a trace.
 
-    Its own way calls optree's function for a dict without tensors, which expects other metadata.
+    The structure's method calls optree's function for a dict without tensors, which expects other
+    metadata.
     """
-    if structure.type is dict:
-        unsorted, _ = structure._metadata
-        return dict.fromkeys(unsorted) | dict(
-            zip(structure.entries(), children, strict=True)
-        )
-    return structure._unflatten_func(structure._metadata, children)
+    if structure.type is not dict:
+        return structure._unflatten_func(structure._metadata, children)
+    unsorted_keys, _ = structure._metadata
+    container = dict.fromkeys(unsorted_keys)
+    for key, child in zip(structure.entries(), children, strict=True):
+        container[key] = child
+    return container
 
 
 def traced_metadata(structure: Any) -> Any:
-    """What the node at the top of an optree structure keeps beside its children, in a trace."""
+    """Returns the metadata of the node at the top of an optree structure, in a trace."""
     return structure._metadata
 
 
@@ -304,14 +337,15 @@ def call_forward_of_object(attributes: dict[str, Any]) -> None:
     """Lets a module that is made in a trace call the ``forward`` among its attributes.
 
     torch 2.11's compiler calls the class's where a module has no hooks, and then fails on
-    ``@torch.no_grad()``, as rotary embeddings of transformers have it. The note is of no hook.
+    ``@torch.no_grad()``, as rotary embeddings of transformers have it. So this marks a hook that
+    does not exist.
     """
     if _TORCH_2_11:
         attributes["_forward_pre_hooks_with_kwargs"][None] = True
 
 
 def check_no_rand_in_trace() -> None:
-    """Refuses a trace in which ``torch.rand`` was called, where no function mode has seen it.
+    """Refuses a trace that calls ``torch.rand`` where function modes do not see it.
 
     torch 2.11's compiler hides it from modes: a layer that drops paths by ``torch.rand`` would
     draw from the global generator, not from its keys.
@@ -324,7 +358,8 @@ def check_no_rand_in_trace() -> None:
 
 
 def _check_no_rand(context: Any) -> None:
-    if any(node.target is torch.rand for node in context.graph().nodes):
+    nodes = context.graph().nodes
+    if any(node.target is torch.rand for node in nodes):
         raise ValueError(
             f"the compiler of torch {torch.__version__} hides torch.rand from key=, so that this "
             "draws other numbers than without it: leave the compiler out, or install torch 2.12 or "
@@ -333,27 +368,34 @@ def _check_no_rand(context: Any) -> None:
 
 
 onednn_linear: Callable[..., Tensor] = _private("ops.mkldnn._linear_pointwise.default")
-"""A product of matrices by oneDNN. A torch without oneDNN has none."""
+"""Multiplies matrices by oneDNN. A torch without oneDNN lacks it."""
 
 
 def forward_hooks(module: Any) -> list[Any]:
-    """The hooks on a module's own call. Where unknown, none."""
-    kinds = "_forward_pre_hooks", "_forward_hooks"
-    return [hook for kind in kinds for hook in getattr(module, kind, {}).values()]
+    """Lists the hooks on a module's call; none if torch no longer has these attributes."""
+    pre_hooks = getattr(module, "_forward_pre_hooks", {})
+    hooks = getattr(module, "_forward_hooks", {})
+    return [*pre_hooks.values(), *hooks.values()]
 
 
-def hooks_backward(things: Iterable[Any]) -> bool:
-    """Whether one of these modules or tensors has hooks on its backward pass. Where unknown, no."""
-    kinds = "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"
-    return any(getattr(each, kind, None) for each in things for kind in kinds)
+def has_backward_hooks(modules_or_tensors: Iterable[Any]) -> bool:
+    """Checks if one of these has hooks on its backward pass.
+
+    Finds none if torch no longer has these attributes.
+    """
+    names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    for module_or_tensor in modules_or_tensors:
+        for name in names:
+            if getattr(module_or_tensor, name, None):
+                return True
+    return False
 
 
-def adds_its_masks(module: Any) -> bool:
-    """Whether it is a Hugging Face model whose attention adds masks to scores.
+def has_additive_masks(module: Any) -> bool:
+    """Checks for a Hugging Face model whose attention adds masks to scores.
 
     Where transformers no longer says so, masks of bools are not refused.
     """
-    return (
-        getattr(getattr(module, "config", None), "_attn_implementation", None)
-        == "eager"
-    )
+    config = getattr(module, "config", None)
+    implementation = getattr(config, "_attn_implementation", None)
+    return bool(implementation == "eager")

@@ -17,7 +17,7 @@ OptState: TypeAlias = Tree
 
 
 class State(Any):  # type: ignore[misc]
-    """The state of an optimizer of ``ps.optim``, for type checkers: anything but plain params."""
+    """Stands for the state of an optimizer of ``ps.optim``: type checkers refuse params for it."""
 
 
 Microbatch: TypeAlias = Any
@@ -30,21 +30,19 @@ StateT = TypeVar("StateT", default=OptState)
 GradHook: TypeAlias = Callable[[int, Tensor], Tensor]
 """Takes a leaf's position and its final sum, and returns where the sum lies from now on."""
 
-
 Gather: TypeAlias = Literal["step", "microbatch", "loss"]
 """Where sharded params are gathered: once a step, once a microbatch, or by the loss itself."""
 
 
 class LossOutput(NamedTuple):
-    """What a loss function returns if it has more than one loss per token.
+    """Holds the output of a loss function that returns more than one loss per token.
 
     Attributes:
         losses: one loss per token. The step sums them with their weights and divides by the global
             count.
         microbatch_loss: a scalar auxiliary loss, such as load balancing. The step adds its mean
-        over all
-            microbatches with tokens, on all ranks. This term **depends on the cut**. Microbatches
-            without tokens compute it too, at weight 0: it must be finite there.
+            over all microbatches with tokens, on all ranks. This term **depends on the cut**.
+            Microbatches without tokens compute it too, at weight 0: it must be finite there.
         aux: a tree of tensors, summed over microbatches and ranks into ``metrics.aux``. Return sums
             and counts, never means, and divide them afterwards.
         weights: the tokens' weights, if only the forward pass knows them. This needs
@@ -62,7 +60,9 @@ class LossOutput(NamedTuple):
 
 
 class LossFn(Protocol[ReadParams]):
-    """``loss_fn(params, microbatch)`` gives one loss per token: never a mean, never a sum.
+    """Computes one loss per token: never a mean, never a sum.
+
+    The call is ``loss_fn(params, microbatch)``.
 
     >>> import torch
     >>> def squares(w: Params, microbatch: Microbatch) -> Tensor:
@@ -78,9 +78,9 @@ class LossFn(Protocol[ReadParams]):
 
 
 class WeightFn(Protocol):
-    """``weight_fn(microbatch)`` gives each token's weight wᵢ ≥ 0 as bool, int or float.
+    """Computes each token's weight wᵢ ≥ 0 as bool, int or float: ``weight_fn(microbatch)``.
 
-    It reads data alone. A step asks it once for each microbatch: these weights are counted, and
+    It reads data alone. A step calls it once for each microbatch: these weights are counted, and
     multiply the losses.
 
     >>> import torch
@@ -95,7 +95,7 @@ class WeightFn(Protocol):
 
 
 class GradAndValue(Protocol):
-    """The signature of ``torch.func.grad_and_value``: a function to ``(grads, value)``.
+    """Turns a function into one that returns ``(grads, value)``, as ``torch.func.grad_and_value``.
 
     >>> import torch
     >>> differentiate: GradAndValue = torch.func.grad_and_value
@@ -113,7 +113,7 @@ class GradAndValue(Protocol):
 
 
 class TokenCounts(NamedTuple):
-    """The denominators of an update: N = Σ wᵢ, and the number of microbatches with tokens.
+    """Holds the denominators of an update: N = Σ wᵢ, and the number of microbatches with tokens.
 
     >>> import torch
     >>> from purestep import count_tokens
@@ -126,7 +126,7 @@ class TokenCounts(NamedTuple):
 
 
 class GradSums(NamedTuple):
-    """The sums over the tokens of a group, on one rank or on all.
+    """Holds the sums over the tokens of a group, on one rank or on all.
 
     Attributes:
         grads: the gradient of ``loss``, a tree like the params.
@@ -149,7 +149,7 @@ class GradSums(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """The figures of one update: detached tensors, global over ranks, the same on each.
+    """Holds the figures of one update: detached tensors, global over ranks, the same on each.
 
     Attributes:
         loss: L(θ) = Σ wᵢ ℓᵢ(θ) / N at the old params, plus the microbatch term if there is one. It
@@ -179,7 +179,7 @@ class StepMetrics(NamedTuple):
 
 
 class EvalMetrics(NamedTuple):
-    """What one evaluation step reports: the fields of ``StepMetrics`` that need no gradient.
+    """Holds the figures of one evaluation: the fields of ``StepMetrics`` that need no gradient.
 
     >>> import torch
     >>> from purestep import make_eval_step
@@ -196,7 +196,9 @@ class EvalMetrics(NamedTuple):
 
 
 class UpdateStep(Protocol[ParamsT, StateT]):
-    """``update_step(params, opt_state, microbatches) -> (params, opt_state, metrics)``.
+    """Makes one update: ``update_step(params, opt_state, microbatches)``.
+
+    Returns ``(params, opt_state, metrics)``.
 
     >>> import torch
     >>> from purestep import make_update_step, optim

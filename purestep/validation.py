@@ -1,6 +1,6 @@
-"""Arguments of a step, refused with the way out.
+"""Checks the arguments of a step. Each error names the way out.
 
-Cheap comparisons run at every step. Deeper ones run at the first update with params of a structure:
+Cheap checks run at every step. Others run at the first update with params of a structure:
 
 * Can these be params? Do donated leaves share memory?
 * Does the loss write to params? Does a checkpoint recompute with other ones?
@@ -16,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 
 from purestep import tree
 from purestep.axis import Axis, check_axis, is_subaxis, shares_ranks
-from purestep.torch_private import version
-from purestep.types import LossFn, Microbatch, OptState, Params, WeightFn
+from purestep.torch_private import version_counter
+from purestep.types import LossFn, Microbatch, OptState, Params, Tree, WeightFn
 
 DONATED = "_donated_to_purestep"
-"""An attribute of the first leaf of each tree that a step has consumed."""
+"""The attribute that marks the first leaf of a donated tree."""
 
 
 def check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> None:
-    """Refuses what is neither a function nor an axis."""
+    """Raises unless ``loss_fn`` and ``weight_fn`` are functions, and ``axis`` is an axis."""
     check_callable("loss_fn", loss_fn)
     if isinstance(loss_fn, torch.nn.Module) and [*loss_fn.parameters()]:
         raise TypeError(
@@ -38,31 +38,31 @@ def check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> 
 
 
 def check_callable(name: str, value: object) -> None:
-    """Refuses what cannot be called."""
+    """Raises if a value cannot be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, got {type(value).__name__}")
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """Refuses what is none of the choices, a ``Literal``."""
+    """Raises if a value is not one of the choices, a ``Literal``."""
     if value not in get_args(choices):
-        choice = ", ".join(map(repr, get_args(choices)))
-        raise ValueError(f"{name}={value!r} must be one of {choice}")
+        text = ", ".join(repr(choice) for choice in get_args(choices))
+        raise ValueError(f"{name}={value!r} must be one of {text}")
 
 
 def check_normalize(
     normalize: str, weight_fn: WeightFn | None, accum_dtype: torch.dtype | None
 ) -> None:
-    """Refuses settings that do not go together, and dtypes that sums cannot be kept in."""
+    """Raises if settings contradict each other, or ``accum_dtype`` cannot hold sums."""
     if weight_fn is None and normalize == "loss":
         raise ValueError(
             'weight_fn=None means that the forward pass brings the weights, but normalize="loss" '
             'counts them before it: pass normalize="grads", or a weight_fn'
         )
     if accum_dtype is not None and accum_dtype not in tree.FLOAT_DTYPES:
+        choices = ", ".join(str(dtype) for dtype in tree.FLOAT_DTYPES)
         raise ValueError(
-            f"{accum_dtype=} must be a floating point dtype for sums: one of "
-            + ", ".join(map(str, tree.FLOAT_DTYPES))
+            f"{accum_dtype=} must be a floating point dtype for sums: one of {choices}"
         )
 
 
@@ -73,7 +73,7 @@ def check_inputs(
     axis: Axis,
     donate: bool,
 ) -> None:
-    """Refuses what an update cannot take, at the first one with params of this structure."""
+    """Checks the inputs of an update, at the first one with params of this structure."""
     check_params(params, axis)
     if donate and tree.is_plain_eager(params, opt_state):
         data = microbatches if isinstance(microbatches, list | tuple) else ()
@@ -81,7 +81,7 @@ def check_inputs(
 
 
 def check_params(params: Params, axis: Axis) -> None:
-    """Refuses params that cannot be differentiated, or that the axis does not fit."""
+    """Raises if params cannot be differentiated, or are sharded over part of the axis's ranks."""
     leaves = tree.leaves(params)
     if isinstance(params, torch.nn.Module):
         raise TypeError(
@@ -91,32 +91,32 @@ def check_params(params: Params, axis: Axis) -> None:
     if not leaves:
         raise ValueError("params holds no tensors, so there is nothing to update")
     for position, leaf in enumerate(leaves):
-        if (
-            not isinstance(leaf, Tensor)
-            or leaf.dtype not in tree.FLOAT_DTYPES
-            or leaf.is_sparse
-        ):
+        if not _can_be_param(leaf):
             _raise_not_a_param(_path_of(params, position), leaf)
         if hasattr(leaf, "__tensor_flatten__"):
             raise TypeError(
-                f"{_path_of(params, position)} is a {type(leaf).__name__}, which "
-                "holds its values on "
-                "several ranks or in several tensors: params are plain tensors. Of a DTensor, as "
-                "fully_shard and distribute_tensor make them, pass leaf.full_tensor(), or "
+                f"{_path_of(params, position)} is a {type(leaf).__name__}, which holds its values "
+                "on several ranks or in several tensors: params are plain tensors. Of a DTensor, "
+                "as fully_shard and distribute_tensor make them, pass leaf.full_tensor(), or "
                 "ps.from_dtensor(params, axis), and say by axis=ps.MeshAxis(mesh, ...) where the "
                 "tokens are spread"
             )
         if leaf.device != leaves[0].device:
             raise ValueError(
-                f"{_path_of(params, 0)} is on {leaves[0].device}, but "
-                f"{_path_of(params, position)} is on "
-                f"{leaf.device}: the params of a step are on one device; move them there"
+                f"{_path_of(params, 0)} is on {leaves[0].device}, but {_path_of(params, position)} "
+                f"is on {leaf.device}: the params of a step are on one device; move them there"
             )
     _check_shards(params, leaves, axis)
 
 
+def _can_be_param(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor) or leaf.is_sparse:
+        return False
+    return leaf.dtype in tree.FLOAT_DTYPES
+
+
 def check_no_graph(params: Params, axis: Axis) -> None:
-    """Refuses new params that depend on a learning rate, each rank's piece in another way."""
+    """Raises if new params have a graph, as of a learning rate: no rank would see all of it."""
     if tree.any_requires_grad(params):
         raise ValueError(
             f"a step over {axis} is not recorded, but the new params require grad, as where a "
@@ -125,7 +125,7 @@ def check_no_graph(params: Params, axis: Axis) -> None:
 
 
 def check_no_grad_leaves(params: Params, leaves: Sequence[Any]) -> None:
-    """Refuses leaves of autograd that require grad: their graph would grow from step to step."""
+    """Raises if leaves of autograd require grad: their graph would grow from step to step."""
     is_plain = tree.is_plain_eager()
     for position, leaf in enumerate(leaves):
         # Under a transform, its own variables look like leaves.
@@ -142,7 +142,7 @@ def check_no_grad_leaves(params: Params, leaves: Sequence[Any]) -> None:
 
 
 def reused_donation_error(name: str) -> ValueError:
-    """The error for a tree that an earlier step has consumed."""
+    """Returns the error for a tree that was donated to an earlier step."""
     return ValueError(
         f"{name} was donated to an earlier step, which wrote the new values over it: go on with "
         "what that step returned, or keep a copy, tree.map(torch.clone, params)"
@@ -150,12 +150,12 @@ def reused_donation_error(name: str) -> ValueError:
 
 
 def mark_donated(leaf: Tensor) -> None:
-    """Marks a leaf whose memory belongs to what a step has returned."""
+    """Marks a leaf as donated: its memory holds the new values."""
     leaf.__dict__[DONATED] = True
 
 
 def no_dependence_error() -> ValueError:
-    """The error for losses that no param leads to."""
+    """Returns the error for losses that do not depend on params."""
     return ValueError(
         "loss_fn gives losses that do not depend on params: no gradient reaches any of their "
         "leaves. Perhaps it calls a module itself instead of what ps.from_module(module) or "
@@ -165,49 +165,50 @@ def no_dependence_error() -> ValueError:
 
 
 def _raise_not_a_param(path: str, leaf: Any) -> NoReturn:
-    found = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+    actual = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
     raise TypeError(
-        f"{path} is {found}: params are dense tensors in bfloat16 or wider, in containers that "
+        f"{path} is {actual}: params are dense tensors in bfloat16 or wider, in containers that "
         "optree knows. Cast inside loss_fn, keep other data in the microbatch or close over it, "
         "and register classes of your own in purestep.tree.NAMESPACE"
     )
 
 
 def _check_shards(params: Params, leaves: Sequence[Tensor], axis: Axis) -> None:
-    """Refuses pieces of a wrong shape, or over an axis that shares some ranks with the step's."""
-    places = tree.shard_specs(tree.flatten(params)[1])
-    for position, place in enumerate(places):
-        if place is None:
+    """Raises if a shard has a wrong shape, or its axis shares some ranks with that of the step."""
+    _, spec = tree.flatten(params)
+    for position, shard_spec in enumerate(tree.shard_specs(spec)):
+        if shard_spec is None:
             continue
-        if shares_ranks(place.axis, axis) and not is_subaxis(place.axis, axis):
+        shard_axis = shard_spec.axis
+        if shares_ranks(shard_axis, axis) and not is_subaxis(shard_axis, axis):
             raise ValueError(
-                f"{_path_of(params, position)} is sharded over {place.axis}, some of "
-                "whose ranks are "
-                f"of {axis}, over which this step is: shard it over that axis itself, over some of "
-                "its dimensions, or over an axis whose ranks hold the same tokens, as in tensor "
-                "parallelism"
+                f"{_path_of(params, position)} is sharded over {shard_axis}, some of whose ranks "
+                f"are of {axis}, over which this step is: shard it over that axis itself, over "
+                "some of its dimensions, or over an axis whose ranks hold the same tokens, as in "
+                "tensor parallelism"
             )
-        place.check(_path_of(params, position), leaves[position])
+        shard_spec.check(_path_of(params, position), leaves[position])
 
 
 def check_no_aliasing(
     params: Params, opt_state: OptState, microbatches: Sequence[Microbatch] = ()
 ) -> None:
-    """Refuses donated leaves that share a storage with each other, or with a microbatch."""
+    """Raises if donated leaves share a storage with each other, or with a microbatch."""
     owners: dict[torch.UntypedStorage, str] = {}
-    for name, leaf in _name_of((params, opt_state), "(params, opt_state)"):
+    for name, leaf in _tensors_by_path((params, opt_state), "(params, opt_state)"):
         if leaf.numel() * leaf.element_size() > leaf.untyped_storage().nbytes():
             raise ValueError(
                 f"donate=True needs memory for each element, but {name} overlaps itself, as expand "
                 "makes it: clone it"
             )
-        _raise_aliased(owners, name, leaf)
+        _check_unaliased(owners, name, leaf)
         owners[leaf.untyped_storage()] = name
-    for name, leaf in _name_of(tree.mappings_to_dicts([*microbatches]), "microbatches"):
-        _raise_aliased(owners, name, leaf)
+    data = tree.mappings_to_dicts([*microbatches])
+    for name, leaf in _tensors_by_path(data, "microbatches"):
+        _check_unaliased(owners, name, leaf)
 
 
-def _raise_aliased(
+def _check_unaliased(
     owners: dict[torch.UntypedStorage, str], name: str, leaf: Tensor
 ) -> None:
     if leaf.numel() and leaf.untyped_storage() in owners:
@@ -217,14 +218,13 @@ def _raise_aliased(
         )
 
 
-def _name_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Each strided tensor of a tree, by its path."""
-    for path, leaf in zip(tree.paths(value, name), tree.leaves(value), strict=True):
-        if (
-            isinstance(leaf, Tensor)
-            and leaf.layout is torch.strided
-            and not leaf.is_nested
-        ):
+def _tensors_by_path(value: Tree, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields the path and the tensor of each leaf that has a single storage."""
+    paths = tree.paths(value, name)
+    for path, leaf in zip(paths, tree.leaves(value), strict=True):
+        if not isinstance(leaf, Tensor) or leaf.is_nested:
+            continue
+        if leaf.layout is torch.strided:
             yield path, leaf
 
 
@@ -233,21 +233,21 @@ def _path_of(params: Params, position: int) -> str:
 
 
 def version_counters(leaves: Sequence[Tensor]) -> list[int]:
-    """Returns how often each leaf was written to; nothing where torch does not count.
+    """Returns how often each leaf was written to; no numbers where torch does not count.
 
-    It does not under inference mode, and what a transform or a compiler sees has no versions.
+    Tensors of inference mode have no versions, nor have those of a transform or a compiler.
     """
     if not tree.is_plain_eager() or any(leaf.is_inference() for leaf in leaves):
         return []
-    return [version(leaf) for leaf in leaves]
+    return [version_counter(leaf) for leaf in leaves]
 
 
 def check_not_mutated(
     params: Params, leaves: Sequence[Tensor], versions: Sequence[int]
 ) -> None:
-    """Refuses a loss that has written to params since they had these versions."""
+    """Raises if the loss has written to params since they had these versions."""
     for position, before in enumerate(versions):
-        if version(leaves[position]) != before:
+        if version_counter(leaves[position]) != before:
             raise ValueError(
                 f"loss_fn wrote to {_path_of(params, position)} in place, which is the caller's: "
                 "compute a new tensor, or give a module that updates its buffers a clone of them"
@@ -255,50 +255,55 @@ def check_not_mutated(
 
 
 def reachable_leaves(terms: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves by which autograd can differentiate these terms.
+    """Returns the leaves of autograd by which these terms can be differentiated.
 
-    Refuses reentrant checkpoints, whose own backward pass may reach params that this one skips.
-    torch refuses those that it runs, but not one behind an input that no param leads to.
+    Raises for reentrant checkpoints, whose backward pass may reach params that the outer one skips.
+    torch raises for those that it runs, but not for one behind an input that no param leads to.
 
     >>> w = torch.ones((), requires_grad=True)
     >>> reachable_leaves([3 * w])[0] is w
     True
     """
-    nodes, seen = [term.grad_fn for term in terms], set[Any]()
+    nodes = [term.grad_fn for term in terms]
+    seen: set[Any] = set()
     while nodes:
         node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [parent for parent, _ in node.next_functions]
-            if node.name() == "CheckpointFunctionBackward":
-                raise ValueError(
-                    "loss_fn runs a reentrant checkpoint, in which a step sees no gradients: pass "
-                    "use_reentrant=False, or to models of transformers "
-                    'gradient_checkpointing_kwargs={"use_reentrant": False}'
-                )
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [parent for parent, _ in node.next_functions]
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError(
+                "loss_fn runs a reentrant checkpoint, in which a step sees no gradients: pass "
+                "use_reentrant=False, or to models of transformers "
+                'gradient_checkpointing_kwargs={"use_reentrant": False}'
+            )
     return [node.variable for node in seen if hasattr(node, "variable")]
 
 
 def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    """Warns if a loss computes with the parameters of which params are copies.
+    """Warns if a loss computes with module parameters of which params are copies.
 
-    It does so beside ``apply(params, ...)``, as by a penalty over ``module.parameters()``. They are
-    constants to a step, so the penalty has no gradient.
+    So does a penalty over ``module.parameters()`` beside ``apply(params, ...)``. To a step these
+    are constants, so the penalty has no gradient.
     """
-    own = {*map(id, params)}
-    others = [
-        x for x in leaves if isinstance(x, torch.nn.Parameter) and id(x) not in own
-    ]
-    if own.isdisjoint(map(id, leaves)):
+    param_ids = {id(param) for param in params}
+    if not any(id(leaf) in param_ids for leaf in leaves):
         return  # A loss that reaches no param at all is an error.
+    constants = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in param_ids:
+            constants.append(leaf)
+    if not constants:
+        return
     by_shape: dict[torch.Size, list[Tensor]] = {}
-    for p in params if others else ():
-        by_shape.setdefault(p.shape, []).append(p)
-    copied = [
-        x
-        for x in others
-        if any(_is_same_tensor(x, p) for p in by_shape.get(x.shape, ()))
-    ]
+    for param in params:
+        by_shape.setdefault(param.shape, []).append(param)
+    copied = []
+    for constant in constants:
+        candidates = by_shape.get(constant.shape, [])
+        if any(_is_same_tensor(constant, param) for param in candidates):
+            copied.append(constant)
     if copied:
         warnings.warn(
             f"loss_fn computes with parameters of a module beside params ({len(copied)}), their "
@@ -310,23 +315,23 @@ def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> Non
 
 
 def _is_same_tensor(x: Tensor, p: Tensor) -> bool:
-    """Whether the host sees equal values, which are not zeros or ones as in any new layer."""
+    """Returns whether the host sees equal values, and not just the constants of a new layer."""
     if not (x.is_cpu and p.is_cpu and x.numel() and x.dtype == p.dtype):
         return False
     return torch.equal(x, p) and bool(x.min() != x.max())
 
 
 class forbid_module_recompute(TorchFunctionMode):  # noqa: N801
-    """A context in which no checkpoint may recompute with a module's own parameters.
+    """Raises if a checkpoint recomputes with the parameters of a module, within this context.
 
-    ``torch.func.functional_call`` gives a module its own parameters back before the backward pass
-    begins. A checkpoint inside of it computes with those again. Recomputation is what calls torch
-    with gradients enabled.
+    ``torch.func.functional_call`` restores the parameters of a module before the backward pass
+    begins, so a checkpoint inside of it recomputes with those, not with params. In a backward
+    pass, only recomputation calls torch with gradients enabled.
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         super().__init__()
-        self._leaves = {*map(Tensor.untyped_storage, leaves)}
+        self._leaves = {leaf.untyped_storage() for leaf in leaves}
 
     def __torch_function__(
         self,

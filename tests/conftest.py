@@ -1,4 +1,7 @@
-"""The tests draw their cases as the proofs do and run programs on the same ranks; their helpers, too, say what an ``assert`` saw."""
+"""Fixtures of the tests, which draw cases as the proofs do and run programs on the same ranks.
+
+Asserts in the helpers are rewritten as well, so that they print the values that they compared.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,16 +13,22 @@ import torch
 
 import proofs.strategies  # noqa: F401
 from proofs.ranks import Run
-from proofs.worlds import LARGEST, Ranks, on_processes, on_threads
+from proofs.worlds import NUM_PROCESSES, Ranks, on_processes, on_threads
 from purestep.testing.processes import World
 
-HELPERS = "counted_graphs", "held_by_ranks", "modules", "optimizers", "states", "uneven"
-pytest.register_assert_rewrite(*(f"tests.{name}" for name in HELPERS))
+pytest.register_assert_rewrite(
+    "tests.counted_graphs",
+    "tests.sharded_checkpoints",
+    "tests.module_kinds",
+    "tests.optimizers",
+    "tests.checkpoint_states",
+    "tests.uneven_ranks",
+)
 
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Nothing is compiled yet, and nothing stays compiled."""
+    """Forgets what has been compiled, before the test and after it."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -27,43 +36,43 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """Four ranks that stay up for all tests of a file."""
-    with World(LARGEST) as running:
+    """Starts four ranks, which stay up for all tests of a file."""
+    with World(NUM_PROCESSES) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[World]:
-    """Three that do."""
+    """Starts three ranks, which stay up for all tests of a file."""
     with World(3) as running:
         yield running
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a checkpoint is to stand, in a folder of its own."""
+    """Names a checkpoint in a new folder."""
     return tmp_path / "state"
 
 
 @pytest.fixture
 def processes(world: World) -> Run:
     """Runs a program on four processes: ``processes(program, *what each rank gets)``."""
-    return _on_four(partial(on_processes, world))
+    return _with_four_ranks(partial(on_processes, world))
 
 
 @pytest.fixture(params=["threads", "processes"])
 def ranks(request: pytest.FixtureRequest) -> Run:
     """Runs a program on four ranks: on threads, and once more in processes."""
     if request.param == "threads":
-        return _on_four(on_threads)
+        return _with_four_ranks(on_threads)
     run: Run = request.getfixturevalue("processes")
     return run
 
 
-def _on_four(on: Run) -> Run:
-    def run(
+def _with_four_ranks(run: Run) -> Run:
+    def run_on_four(
         program: Callable[..., Any], *args: Sequence[Any], bucket_bytes: int = 1 << 20
     ) -> Any:
-        return on(Ranks(LARGEST, bucket_bytes), program, *args)
+        return run(Ranks(NUM_PROCESSES, bucket_bytes), program, *args)
 
-    return run
+    return run_on_four

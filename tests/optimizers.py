@@ -1,4 +1,4 @@
-"""Optimizers of every kind, small params and gradients for them, and what holds of each in place."""
+"""Provides optimizers of every kind, with small params and gradients for them."""
 
 from typing import Any
 
@@ -6,20 +6,26 @@ import torch
 
 import purestep as ps
 from proofs.strategies import RECIPES as RECIPES
-from proofs.test_t08_optimizers import states_of as states_of
+from proofs.test_t08_optimizers import iterate_states as iterate_states
 
-PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}
-GRADS = {"w": torch.full((2, 2), 3.0), "b": torch.full((2,), -2.0)}
+PARAMS = {
+    "w": torch.ones(2, 2),
+    "b": torch.ones(2),
+}
+GRADS = {
+    "w": torch.full((2, 2), 3.0),
+    "b": torch.full((2,), -2.0),
+}
 TRANSFORMS = {
     "clip": ps.optim.clip_by_global_norm(1.0),
     "momentum": ps.optim.momentum(0.5, nesterov=True),
     "decay": ps.optim.add_decayed_weights(0.5),
 }
-WAYS = ["update", "update_"]
+UPDATE_METHODS = ["update", "update_"]
 
 
-def updated(part: Any, way: str, grads: Any, state: Any, params: Any) -> Any:
-    """By ``update``, or in place where the step is taken."""
+def call_update(part: Any, way: str, grads: Any, state: Any, params: Any) -> Any:
+    """Calls ``update``, or ``update_``, which writes in place."""
     if way == "update":
         return part.update(grads, state, params)
     return part.update_(grads, state, params, None)

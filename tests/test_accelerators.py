@@ -1,6 +1,4 @@
-"""What an accelerator meets, as far as lazy tensors and groups of the host can show it."""
-
-from collections import Counter
+"""Steps on accelerators, as far as lazy tensors and process groups of the host can show them."""
 
 import pytest
 import torch
@@ -10,14 +8,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
 import purestep as ps
-from proofs.devices import Waits, device as lazy
+from proofs.devices import Waits, get_device as lazy
 from purestep import tree
 from purestep.axis.mesh import LOST_CONNECTION
 from purestep.objective import weighted_sum
 from purestep.sharding.layout import reduce_axes, shards_over
 from purestep.testing import ThreadAxis
-from tests.held_by_ranks import group_of_one
-from tests.memory import Operations
+from tests.memory import CountOperations
+from tests.sharded_checkpoints import group_of_one
 
 HOST = torch.device("cpu")
 
@@ -26,33 +24,50 @@ def squares(w: Tensor, x: Tensor) -> Tensor:
     return (w - x) ** 2
 
 
+def axis_of_one() -> ps.MeshAxis:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    return ps.MeshAxis(mesh, "dp")
+
+
+def to_lazy(tensor: Tensor) -> Tensor:
+    """Moves a tensor of the host to the lazy device."""
+    return tensor.to(lazy())
+
+
 def test_ranks_as_threads_are_refused_on_a_device() -> None:
     """All of a device's backward passes run in one thread, where a rank would wait for itself."""
-    axis, sgd = ThreadAxis(2), ps.optim.sgd(0.1)
+    axis = ThreadAxis(2)
+    sgd = ps.optim.sgd(0.1)
     step = ps.make_update_step(squares, sgd, weight_fn=torch.ones_like, axis=axis)
-    w = torch.zeros(1, device="cpu").to(lazy())
-    with pytest.raises(
-        ValueError, match=r"share|ThreadAxis\(2\) runs ranks as threads.*VmapAxis"
-    ):
-        axis.map(lambda _: step(w, sgd.init(w), [w]))([0, 1])
+    w = to_lazy(torch.zeros(1, device=HOST))
+    run = axis.map(lambda _: step(w, sgd.init(w), [w]))
+
+    message = r"share|ThreadAxis\(2\) runs ranks as threads.*VmapAxis"
+    with pytest.raises(ValueError, match=message):
+        run([0, 1])
 
 
 def test_aux_on_the_host_is_summed_over_a_device() -> None:
     """NCCL has no collectives for the host. The sum comes back to where the leaf was."""
     axis = ThreadAxis(2)
     axis.device = lazy()
-    aux = [
-        (torch.tensor(rank), torch.tensor(rank, device=HOST).to(lazy()))
-        for rank in (1, 2)
-    ]
-    for host, device in axis.map(lambda aux: axis.apply_tree("psum", aux))(aux):
-        assert (host.item(), device.item()) == (3, 3)
-        assert (host.device.type, device.device.type) == ("cpu", "lazy")
+    aux = []
+    for rank in (1, 2):
+        leaf_on_device = to_lazy(torch.tensor(rank, device=HOST))
+        aux.append((torch.tensor(rank), leaf_on_device))
+
+    sums = axis.map(lambda aux: axis.apply_tree("psum", aux))(aux)
+
+    for on_host, on_device in sums:
+        assert on_host.item() == 3
+        assert on_host.device.type == "cpu"
+        assert on_device.item() == 3
+        assert on_device.device.type == "lazy"
 
 
-def test_an_argument_that_a_backend_does_not_take_is_no_dead_rank() -> None:
+def test_a_dtype_that_a_backend_does_not_take_is_no_dead_rank() -> None:
     with group_of_one():
-        axis = ps.MeshAxis(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), "dp")
+        axis = axis_of_one()
         with pytest.raises(RuntimeError, match="Invalid scalar type"):
             axis.apply("psum", torch.ones(1, dtype=torch.uint16))
 
@@ -67,7 +82,7 @@ def test_an_argument_that_a_backend_does_not_take_is_no_dead_rank() -> None:
         "NCCL communicator was aborted on rank 0.",
     ],
 )
-def test_what_backends_say_of_lost_ranks(text: str) -> None:
+def test_messages_of_backends_about_lost_ranks_are_recognised(text: str) -> None:
     assert LOST_CONNECTION.search(text)
 
 
@@ -77,23 +92,22 @@ def test_a_group_that_meets_on_the_host_beside_a_device() -> None:
         store = vars(dist)["HashStore"]()
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         try:
-            axis = ps.MeshAxis(
-                init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), "dp"
-            )
-            assert axis.meets_on_host
-            before = axis.meetings
+            axis = axis_of_one()
+            assert axis.has_host_backend
+            meetings_before = axis.num_collectives
             axis.apply("psum", torch.ones(1))
-            assert before is not None
-            assert axis.meetings == before + 1
+            assert meetings_before is not None
+            assert axis.num_collectives == meetings_before + 1
         finally:
             dist.destroy_process_group()
 
 
 class Compared(ps.LocalAxis):
-    """An axis that counts how often its ranks are compared."""
+    """Counts how often the ranks of an axis are compared."""
 
     def __init__(self, *ranks: int) -> None:
-        self.ranks, self.count = frozenset(ranks), 0
+        self.ranks = frozenset(ranks)
+        self.count = 0
 
     @property
     def global_ranks(self) -> frozenset[int]:  # type: ignore[override]
@@ -101,46 +115,53 @@ class Compared(ps.LocalAxis):
         return self.ranks
 
 
-@pytest.mark.parametrize("number", [1, 100])
-def test_axes_are_compared_once_for_all_leaves(number: int) -> None:
-    """Not once a leaf: of thousands of ranks that takes as long as a kernel."""
-    whole, part = Compared(0, 1, 2, 3), Compared(4, 5)
-    places = tree.shard_specs(
-        tree.flatten([ps.Shard(torch.ones(1), part, (1,))] * number)[1]
-    )
-    assert len(places) == number
-    assert shards_over(places, whole) == {}
-    assert reduce_axes(places, whole) == [whole] * number
-    assert (whole.count, part.count) == (2, 4)
+@pytest.mark.parametrize("num_leaves", [1, 100])
+def test_axes_are_compared_once_for_all_leaves(num_leaves: int) -> None:
+    """Not once a leaf: with thousands of ranks that takes as long as a kernel."""
+    world = Compared(0, 1, 2, 3)
+    others = Compared(4, 5)
+    leaf = ps.Shard(torch.ones(1), others, (1,))
+    structure = tree.flatten([leaf] * num_leaves)[1]
+    places = tree.shard_specs(structure)
+
+    assert len(places) == num_leaves
+    assert shards_over(places, world) == {}
+    assert reduce_axes(places, world) == [world] * num_leaves
+    assert world.count == 2
+    assert others.count == 4
 
 
 def test_the_losses_are_masked_once_where_the_host_cannot_look() -> None:
-    terms = [torch.tensor([1.0, torch.nan], device=HOST).to(lazy())]
-    cotangents = [torch.tensor([0.5, 0.0], device=HOST).to(lazy())]
-    with Waits() as waits, Operations() as operations:
-        total = weighted_sum(terms, cotangents, constant=True)
+    losses = to_lazy(torch.tensor([1.0, torch.nan], device=HOST))
+    cotangents = to_lazy(torch.tensor([0.5, 0.0], device=HOST))
+
+    with Waits() as waits, CountOperations() as operations:
+        total = weighted_sum([losses], [cotangents], constant=True)
+
     assert waits.seen == []
-    assert (
-        operations.names["aten.sum.default"] == operations.names["aten.mul.Tensor"] == 1
-    )
+    assert operations.names["aten.sum.default"] == 1
+    assert operations.names["aten.mul.Tensor"] == 1
     assert total.item() == 0.5
 
 
 def test_a_wrong_label_is_not_silent_where_the_host_cannot_look() -> None:
     """It counted as a logit of 0. Its loss and gradients are NaN; others stay as they are."""
-    hidden, weight = torch.ones(4, 3), torch.eye(5, 3)
+    hidden = torch.ones(4, 3)
+    weight = torch.eye(5, 3)
     labels = torch.tensor([0, 5, -100, 4])
+    right_labels = torch.tensor([0, 0, -100, 4])
 
     def losses_of(hidden: Tensor, labels: Tensor) -> Tensor:
         return ps.losses.linear_cross_entropy(hidden, weight.to(hidden.device), labels)
 
-    right = losses_of(hidden, torch.tensor([0, 0, -100, 4]))
     leaf = hidden.clone().requires_grad_()
     losses = torch.compile(losses_of, backend="aot_eager")(leaf, labels)
     losses.sum().backward()
-    assert leaf.grad is not None
+
     assert losses.isnan().tolist() == [False, True, False, False]
+    right = losses_of(hidden, right_labels)
     torch.testing.assert_close(losses[[0, 2, 3]], right[[0, 2, 3]])
+    assert leaf.grad is not None
     assert leaf.grad.isnan().all(-1).tolist() == [False, True, False, False]
     with pytest.raises(ValueError, match="a label is 5"):
         losses_of(hidden, labels)
@@ -150,11 +171,15 @@ def test_a_profile_names_the_parts_of_a_step() -> None:
     sgd = ps.optim.sgd(0.1)
     step = ps.make_update_step(squares, sgd, weight_fn=torch.ones_like)
     w = torch.zeros(3)
+
     with profile() as prof:
         step(w, sgd.init(w), [torch.ones(3)] * 2)
-    counts = Counter({event.key: event.count for event in prof.key_averages()})
-    names = {
-        name: count for name, count in counts.items() if name.startswith("purestep.")
+
+    events = prof.key_averages()
+    counts = {e.key: e.count for e in events if e.key.startswith("purestep.")}
+    assert counts == {
+        "purestep.count": 1,
+        "purestep.microbatch": 2,
+        "purestep.reduce": 1,
+        "purestep.optimizer": 1,
     }
-    parts = {"purestep.count": 1, "purestep.reduce": 1, "purestep.optimizer": 1}
-    assert names == {**parts, "purestep.microbatch": 2}

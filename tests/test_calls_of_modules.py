@@ -11,200 +11,280 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
-from tests.modules import (
-    TRACED,
-    Of,
+from tests.module_kinds import (
+    AOT_EAGER,
+    FunctionModule,
     Params,
     assert_equal,
-    close,
-    data,
+    draw_inputs,
     grads,
+    is_close,
     linear,
-    made,
-    train,
+    make_module,
+    train_three_steps,
 )
 
 
 @pytest.mark.parametrize("name", ["self-referring", "checkpointed", "tied"])
 def test_threads_do_not_meet(name: str) -> None:
-    """Ranks with their own params, all at once through one ``apply``."""
-    params, apply = ps.from_module(made(name))
-    ranks = [{name: p * (1 + rank) for name, p in params.items()} for rank in range(4)]
-    wanted = [grads(apply, mine, data()) for mine in ranks]
-    on_ranks = ps.testing.ThreadAxis(4).map(lambda p: grads(apply, p, data()))
+    """Ranks with their own params run all at once through one ``apply``."""
+    params, apply = ps.from_module(make_module(name))
+    params_of_ranks = []
+    for scale in (1, 2, 3, 4):
+        params_of_ranks.append({name: p * scale for name, p in params.items()})
+    expected = [grads(apply, p, draw_inputs()) for p in params_of_ranks]
+
+    on_ranks = ps.testing.ThreadAxis(4).map(lambda p: grads(apply, p, draw_inputs()))
     for _ in range(10):
-        for found, right in zip(on_ranks(ranks), wanted, strict=True):
-            assert_equal(found, right)
+        actual = on_ranks(params_of_ranks)
+        for rank in range(4):
+            assert_equal(actual[rank], expected[rank])
 
 
 @pytest.mark.parametrize("name", ["checkpointed", "helped"])
-def test_nothing_is_kept_of_a_call(name: str) -> None:
+def test_a_call_keeps_no_params_alive(name: str) -> None:
     """Neither its params nor its module, once the output is gone, also where a class caches."""
-    params, apply = ps.from_module(made(name))
+    params, apply = ps.from_module(make_module(name))
     mine = {name: p.clone().requires_grad_() for name, p in params.items()}
-    output = apply(mine, data())
-    last = weakref.ref(mine["a.weight"])
+    output = apply(mine, draw_inputs())
+    weight = weakref.ref(mine["a.weight"])
+
     mine.clear()
-    assert last() is not None
+    assert weight() is not None
+
     output.sum().backward()
     del output
-    if name == "helped":  # It refers to itself.
+    if name == "helped":  # The module refers to itself.
         gc.collect()
-    assert last() is None
+    assert weight() is None
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"compile": TRACED}], ids=["eager", "compiled"]
+    "settings",
+    [{}, {"compile": AOT_EAGER}],
+    ids=["eager", "compiled"],
 )
 def test_what_a_call_leaves_behind_is_gone_in_the_next(
     settings: Any, fresh_compiler: None
 ) -> None:
     """Another object holds a list of the module, and keeps it."""
-    module = made("keeping")
+    module = make_module("keeping")
     params, apply = ps.from_module(module)
 
-    def eight(p: Params, x: Tensor) -> Tensor:
+    def first_call(p: Params, x: Tensor) -> Tensor:
+        """Computes what the module does when it is called for the first time."""
         return functional.linear(x, p["a.weight"], p["a.bias"]) * 8
 
-    assert close(train(apply, params, **settings), train(eight, params))
-    assert torch.equal(apply(params, data()), eight(params, data()))
-    assert (module.calls, module.log, module.nested) == (0, [1], {"log": [1]})
+    assert is_close(
+        train_three_steps(apply, params, **settings),
+        train_three_steps(first_call, params),
+    )
+    assert torch.equal(apply(params, draw_inputs()), first_call(params, draw_inputs()))
+    assert module.calls == 0
+    assert module.log == [1]
+    assert module.nested == {"log": [1]}
     assert module.config.module is module.log
     assert module.tensor == 1
     assert not hasattr(module, "last")
 
 
-def average(module: Any) -> None:
+def write_average(m: Any) -> None:
     with torch.no_grad():
-        module.frozen.weight.lerp_(module.a.weight, 0.1)
+        m.frozen.weight.lerp_(m.a.weight, 0.1)
 
 
-def statistic(m: Any) -> object:
-    return functional.batch_norm(
-        torch.ones(2, 3), m.buffer, torch.ones(3), training=True
-    )
+def write_statistic(m: Any) -> None:
+    functional.batch_norm(torch.ones(2, 3), m.buffer, torch.ones(3), training=True)
+
+
+def assign_buffer_data(m: Any) -> None:
+    m.buffer.data = torch.ones(2)
+
+
+def assign_buffer(m: Any) -> None:
+    m.buffer = m.buffer + 1
+
+
+def assign_param_data(m: Any) -> None:
+    m.a.weight.data = m.frozen.weight + 0
 
 
 WRITES: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "buffer": ("buffer", lambda m: m.buffer.add_(1)),
-    "tensor": ("tensor", lambda m: m.tensor.add_(1)),
-    "tensor in a list": (r"log\[0\]", lambda m: m.log[0].add_(1)),
-    "buffer.data": ("buffer", lambda m: m.buffer.data.add_(1)),
-    "assigned buffer.data": (
+    "buffer": (
         "buffer",
-        lambda m: setattr(m.buffer, "data", torch.ones(2)),
+        lambda m: m.buffer.add_(1),
     ),
-    "assigned buffer": ("buffer", lambda m: setattr(m, "buffer", m.buffer + 1)),
+    "tensor": (
+        "tensor",
+        lambda m: m.tensor.add_(1),
+    ),
+    "tensor in a list": (
+        r"log\[0\]",
+        lambda m: m.log[0].add_(1),
+    ),
+    "buffer.data": (
+        "buffer",
+        lambda m: m.buffer.data.add_(1),
+    ),
+    "assigned buffer.data": ("buffer", assign_buffer_data),
+    "assigned buffer": ("buffer", assign_buffer),
     "module in a tuple": (
         r"hidden\[0\].*\[weight\]",
         lambda m: m.hidden[0].weight.data.add_(1),
     ),
-    "a result": ("tensor", lambda m: torch.add(m.tensor, 1, out=m.tensor)),
-    "an average": ("frozen.weight", average),
-    "a statistic": ("buffer", statistic),
-    "param.data": ("a.weight", lambda m: m.a.weight.data.clamp_(-0.1, 0.1)),
-    "assigned param.data": (
-        "a.weight",
-        lambda m: setattr(m.a.weight, "data", m.frozen.weight + 0),
+    "a result": (
+        "tensor",
+        lambda m: torch.add(m.tensor, 1, out=m.tensor),
     ),
+    "an average": ("frozen.weight", write_average),
+    "a statistic": ("buffer", write_statistic),
+    "param.data": (
+        "a.weight",
+        lambda m: m.a.weight.data.clamp_(-0.1, 0.1),
+    ),
+    "assigned param.data": ("a.weight", assign_param_data),
 }
+"""The tensor that an error names, and what writes to it."""
 
 
-@pytest.mark.parametrize("way", WRITES)
-def test_a_module_that_writes_to_its_tensors(way: str) -> None:
-    """Is refused before it has done so, and again; compiled, and under a transform, too."""
-    message, write = WRITES[way]
+def module_that_writes(write: Callable[[Any], object]) -> Any:
+    """Makes a module with a tensor in every place, and a forward that writes to one."""
 
     def run(m: Any, x: Tensor) -> Tensor:
         write(m)
         return m.a(x) + m.frozen(x)
 
-    module: Any = Of(run, a=linear(), frozen=linear(train=False)).double()
+    module: Any = FunctionModule(run, a=linear(), frozen=linear(train=False)).double()
     module.register_buffer("buffer", torch.ones(3))
-    module.tensor, module.log, module.hidden = (
-        torch.ones(3),
-        [torch.ones(3)],
-        (linear(),),
-    )
+    module.tensor = torch.ones(3)
+    module.log = [torch.ones(3)]
+    module.hidden = (linear(),)
+    return module
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_a_module_that_writes_to_its_tensors_is_refused(case: str) -> None:
+    """Before it has done so, and again; compiled, and under a transform, too."""
+    name, write = WRITES[case]
+    module = module_that_writes(write)
     params, apply = ps.from_module(module)
-    kept = [
+    tensors = [
         *params.values(),
         *module.parameters(),
+        *module.hidden[0].parameters(),
+        *module.log,
         module.buffer,
         module.tensor,
-        *module.log,
     ]
-    kept += module.hidden[0].parameters()
-    before = [each.clone() for each in kept]
-    for settings in ({}, {}, {"compile": TRACED}):
-        with pytest.raises(ValueError, match=f"the module writes to {message}: "):
-            train(apply, params, **settings)
-    if way in ("buffer", "tensor", "an average"):
-        with pytest.raises(
-            (ValueError, RuntimeError), match=r"module writes to|captured Tensor"
-        ):
-            torch.func.grad(lambda p: apply(p, data()).sum())(params)
-    assert all(map(torch.equal, kept, before))
+    before = [tensor.clone() for tensor in tensors]
+
+    for settings in ({}, {}, {"compile": AOT_EAGER}):
+        with pytest.raises(ValueError, match=f"the module writes to {name}: "):
+            train_three_steps(apply, params, **settings)
+    if case in ("buffer", "tensor", "an average"):
+        message = r"module writes to|captured Tensor"
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            torch.func.grad(lambda p: apply(p, draw_inputs()).sum())(params)
+
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, old)
 
 
-@pytest.mark.parametrize("calls", [[False, True], [None, "now"], [1], []])
-def test_calls_of_another_kind_are_looked_at(calls: Any) -> None:
-    """With other flags, or more arguments; and those that autograd records."""
+def module_that_writes_if_told() -> Any:
+    """Makes a module that writes to a buffer when an argument after ``x`` is true."""
 
-    def run(m: Any, x: Tensor, *writes: Any) -> Tensor:
-        if any(writes) if calls else torch.is_grad_enabled():
+    def run(m: Any, x: Tensor, *flags: Any) -> Tensor:
+        if any(flags):
             m.buffer.add_(1)
         return m.a(x)
 
-    module: Any = Of(run, a=linear()).double()
+    module: Any = FunctionModule(run, a=linear()).double()
+    module.register_buffer("buffer", torch.ones(3))
+    return module
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[False, True], [None, "now"], [1]],
+)
+def test_calls_with_other_arguments_are_checked_again(flags: Any) -> None:
+    """With another flag, or more arguments."""
+    module = module_that_writes_if_told()
+    params, apply = ps.from_module(module)
+    *quiet, writes = flags
+
+    with torch.no_grad():
+        apply(params, draw_inputs())
+        for flag in quiet:
+            apply(params, draw_inputs(), flag)
+    with pytest.raises(ValueError, match="the module writes to buffer: "):
+        apply(params, draw_inputs(), writes)
+    assert module.buffer.eq(1).all()
+
+
+def test_calls_that_autograd_records_are_checked_again() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            m.buffer.add_(1)
+        return m.a(x)
+
+    module: Any = FunctionModule(run, a=linear()).double()
     module.register_buffer("buffer", torch.ones(3))
     params, apply = ps.from_module(module)
+
     with torch.no_grad():
-        for quiet in ([], *([each] for each in calls[:-1])):
-            apply(params, data(), *quiet)
+        apply(params, draw_inputs())
     with pytest.raises(ValueError, match="the module writes to buffer: "):
-        apply(params, data(), *calls[-1:])
+        apply(params, draw_inputs())
     assert module.buffer.eq(1).all()
 
 
 REGISTRY: dict[str, nn.Module] = {}
 
 
-class Elsewhere(Of):
+class Elsewhere(FunctionModule):
     """Computes with a layer that it finds outside of its attributes."""
 
     layers: ClassVar[list[nn.Module]] = []
 
 
-def elsewhere(way: str) -> nn.Module:
-    layer = REGISTRY["layer"] = linear()
+def make_elsewhere(way: str) -> nn.Module:
+    """Makes a module that finds its own layer by a global, a default, or the like."""
+    layer = linear()
+    REGISTRY["layer"] = layer
     Elsewhere.layers[:] = [layer]
+
+    def run_default(m: Any, x: Tensor, default: nn.Module = layer) -> Tensor:
+        return default(x) + m.a(x)
+
     runs: dict[str, Callable[[Any, Tensor], Tensor]] = {
         "class": lambda m, x: m.layers[0](x) + m.a(x),
         "global": lambda m, x: REGISTRY["layer"](x) + m.a(x),
-        "default": lambda m, x, default=layer: default(x) + m.a(x),  # type: ignore[misc]
+        "default": run_default,
         "closure": lambda m, x: layer(x) + m.a(x),
     }
     return Elsewhere(runs[way], a=layer).double()
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("way", ["class", "global", "default", "closure"])
-def test_a_module_that_computes_with_its_own_parameters(way: str) -> None:
-    """Is refused: they would not train. No matter if they require grad, or are recorded."""
-    for frozen in (False, True):
-        module = elsewhere(way).requires_grad_(not frozen)
-        params, apply = ps.from_module(module, trainable="*")
-        for settings in ({}, {"compile": TRACED}):
-            with pytest.raises(
-                ValueError, match=r"with a\.(weight|bias) of the module itself"
-            ):
-                train(apply, params, **settings)
-        with torch.no_grad(), pytest.raises(ValueError, match="of the module itself"):
-            apply.eval(params, data())
-        # Those are the params that are passed, here.
-        assert torch.equal(
-            apply(dict(module.named_parameters()), data()), module(data())
-        )
+def test_a_module_that_computes_with_its_own_parameters_is_refused(
+    way: str, frozen: bool
+) -> None:
+    """They would not train. No matter if they require grad, or are recorded."""
+    module = make_elsewhere(way).requires_grad_(not frozen)
+    params, apply = ps.from_module(module, trainable="*")
+
+    for settings in ({}, {"compile": AOT_EAGER}):
+        message = r"with a\.(weight|bias) of the module itself"
+        with pytest.raises(ValueError, match=message):
+            train_three_steps(apply, params, **settings)
+    with torch.no_grad(), pytest.raises(ValueError, match="of the module itself"):
+        apply.eval(params, draw_inputs())
+
+    # Here the module's parameters are the params that are passed.
+    same = dict(module.named_parameters())
+    assert torch.equal(apply(same, draw_inputs()), module(draw_inputs()))
 
 
 def test_parameters_are_parameters_inside() -> None:
@@ -212,9 +292,8 @@ def test_parameters_are_parameters_inside() -> None:
         assert isinstance(m.a.weight, nn.Parameter)
         return m.a(x)
 
-    params, apply = ps.from_module(Of(run, a=linear()).double())
-    assert grads(apply, params, data()).keys() == params.keys()
-    assert (
-        torch.func.grad(lambda p: apply(p, data()).sum())(params).keys()
-        == params.keys()
-    )
+    params, apply = ps.from_module(FunctionModule(run, a=linear()).double())
+
+    assert grads(apply, params, draw_inputs()).keys() == params.keys()
+    slopes = torch.func.grad(lambda p: apply(p, draw_inputs()).sum())(params)
+    assert slopes.keys() == params.keys()

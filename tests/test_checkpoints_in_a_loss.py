@@ -12,30 +12,32 @@ from purestep.counts import with_weights
 from purestep.grads.accumulate import accumulate_group
 from purestep.grads.backends import make_backends
 from purestep.sharding.buckets import GradBuckets
-from tests.squares import x_ones
+from tests.square_loss import weigh_by_one
 
-W, GROUP = torch.tensor([3.0]), [{"x": torch.ones(1)}] * 3
+W = torch.tensor([3.0])
+GROUP = [{"x": torch.ones(1)}] * 3
 
 
 @pytest.mark.parametrize("behind_data", [False, True])
 def test_a_reentrant_checkpoint_is_refused(behind_data: bool) -> None:
-    """It runs a backward pass of its own, which autograd passes over where no param leads to it."""
+    """It runs a backward pass of its own, which autograd skips where no param leads to it."""
 
     def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
         x = m["x"].requires_grad_() if behind_data else m["x"] + 0 * w
-        again: Tensor = checkpoint(lambda y: y * w, x, use_reentrant=True)
-        return again + w
+        product: Tensor = checkpoint(lambda y: y * w, x, use_reentrant=True)
+        return product + w
 
     with pytest.raises(ValueError, match="use_reentrant=False"):
-        ps.accumulate(loss_fn, W, GROUP, weight_fn=x_ones)
+        ps.accumulate(loss_fn, W, GROUP, weight_fn=weigh_by_one)
 
 
 class Reversible(torch.autograd.Function):
-    """x w, with a backward pass of its own inside its own."""
+    """Computes x w, with a backward pass inside its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.x, ctx.w = x, w
+        ctx.x = x
+        ctx.w = w
         return x * w.detach()
 
     @staticmethod
@@ -46,27 +48,32 @@ class Reversible(torch.autograd.Function):
         return x.grad, None
 
 
-def test_a_function_with_a_backward_pass_of_its_own() -> None:
-    """Its leaf is given gradients several times in one pass: refused where the first may leave."""
+def reversible_loss(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+    """Computes x w²; its leaf gets gradients several times in one backward pass."""
+    once = Reversible.apply(m["x"] + 0 * w, w)
+    return Reversible.apply(once, w)
 
-    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
-        return Reversible.apply(Reversible.apply(m["x"] + 0 * w, w), w)
 
-    assert ps.accumulate(loss_fn, W, GROUP, weight_fn=x_ones)[0] == 18
+def test_a_function_with_a_backward_pass_of_its_own_adds_up() -> None:
+    sums = ps.accumulate(reversible_loss, W, GROUP, weight_fn=weigh_by_one)
+    assert sums[0] == 18
 
-    def rank(_: Any) -> None:
+
+def test_a_leaf_with_two_gradients_in_one_pass_is_refused_over_ranks() -> None:
+    """The first may leave for other ranks before the second is added."""
+    axis = ps.testing.ThreadAxis(1)
+
+    def program(_: Any) -> None:
         buckets = GradBuckets(axis, {0: W}, [W.dtype])
         accumulate_group(
-            make_backends(loss_fn, ps.grad_and_value),
+            make_backends(reversible_loss, ps.grad_and_value),
             W,
-            with_weights(GROUP, x_ones),
-            weight_fn=x_ones,
+            with_weights(GROUP, weigh_by_one),
+            weight_fn=weigh_by_one,
             total=None,
             on_grad_ready=buckets.ready,
         )
 
-    axis = ps.testing.ThreadAxis(1)
-    with pytest.raises(
-        RuntimeError, match="given a gradient twice in one backward pass"
-    ):
-        axis.map(rank)([0])
+    message = "given a gradient twice in one backward pass"
+    with pytest.raises(RuntimeError, match=message):
+        axis.map(program)([0])

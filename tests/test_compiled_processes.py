@@ -12,102 +12,149 @@ from proofs.strategies import assert_same
 from proofs.worlds import Grid, Ranks, on_processes
 from purestep.testing.processes import World
 from purestep.types import Gather
-from tests.uneven import (
+from tests.uneven_ranks import (
     SGD,
     Batch,
-    batch,
-    cut,
+    cut_batch,
     loss_with_aux,
-    ones,
-    params,
-    sound,
-    step,
+    make_arguments,
+    make_batch,
+    make_params,
+    run_step,
+    weigh_by_one,
 )
 
 pytestmark = pytest.mark.timeout(120)
 AOT = partial(ps.compile, backend="aot_eager", fullgraph=True)
 
 
-def compiled_step(axis: ps.Axis, group: list[Batch]) -> Any:
-    """The step compiled whole, and as it is."""
-    run = ps.make_update_step(loss_with_aux, SGD, weight_fn=ones, axis=axis)
-    return [each(params(), SGD.init(params()), group) for each in (AOT(run), run)]
+def step_compiled_and_eager(axis: ps.Axis, group: list[Batch]) -> Any:
+    """Runs the step compiled whole, and as it is."""
+    eager = ps.make_update_step(loss_with_aux, SGD, weight_fn=weigh_by_one, axis=axis)
+    compiled = AOT(eager)
+    return [
+        compiled(make_params(), SGD.init(make_params()), group),
+        eager(make_params(), SGD.init(make_params()), group),
+    ]
 
 
 def test_compiled_step(world: World) -> None:
     """Without microbatches it is refused: it cannot be told what the others have."""
-    groups = cut(batch(8), [[5], [2, 1]])
-    whole = {"loss_fn": loss_with_aux, "microbatches": cut(batch(8), [[5, 2, 1]])[0]}
-    expected = step(ps.LocalAxis(), {**sound(0), **whole})
-    for found in on_processes(world, Ranks(2), compiled_step, groups):
-        assert_same(found, [expected] * 2)
-    told = r"holds no microbatch.* give it a microbatch whose weights are zero"
-    with pytest.raises(AssertionError, match=told):
-        on_processes(world, Ranks(1), compiled_step, [[]])
+    groups = cut_batch(make_batch(8), [[5], [2, 1]])
+    whole_batch = make_arguments(0)
+    whole_batch["loss_fn"] = loss_with_aux
+    whole_batch["microbatches"] = cut_batch(make_batch(8), [[5, 2, 1]])[0]
+    expected = run_step(ps.LocalAxis(), whole_batch)
+
+    for results in on_processes(world, Ranks(2), step_compiled_and_eager, groups):
+        assert_same(results, [expected] * 2)
+
+    message = r"holds no microbatch.* give it a microbatch whose weights are zero"
+    with pytest.raises(AssertionError, match=message):
+        on_processes(world, Ranks(1), step_compiled_and_eager, [[]])
 
 
-def compiled_gathers(over: Any, rank: int, gather: Gather, whole: bool) -> Any:
-    """A step over pieces, of which microbatches or, by the compiler that torch has, all of it is compiled.
+def gather_compiled_and_eager(
+    ranks: Any, rank: int, gather: Gather, fullgraph: bool
+) -> Any:
+    """Steps over shards, compiled and eagerly.
 
-    On a grid, pieces lie along the second dimension.
+    ``fullgraph`` compiles all of the step, else its microbatches are compiled. torch's
+    own compiler does so only on a single axis. On a grid, shards lie along the second
+    dimension.
     """
-    axis, along = (over.both, over.second) if isinstance(over, Grid) else (over, over)
-    pieces = {"w": ps.shard(torch.arange(12.0).view(6, 2).double() - 5, along)}
-    loss_fn: Any = lambda p, x: (x @ ps.unshard(p)["w"]).square().sum(-1)  # noqa: E731
-    how: Any = {
+    if isinstance(ranks, Grid):
+        axis = ranks.both
+        shard_axis = ranks.second
+    else:
+        axis = ranks
+        shard_axis = ranks
+    w = torch.arange(12.0).view(6, 2).double() - 5
+    sharded = {"w": ps.shard(w, shard_axis)}
+    group = [torch.eye(6).double()[rank : rank + 1]]
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return (x @ ps.unshard(p)["w"]).square().sum(-1)
+
+    settings: dict[str, Any] = {
         "weight_fn": lambda x: torch.ones(len(x)),
         "axis": axis,
         "gather": gather,
     }
-    eager = ps.make_update_step(loss_fn, SGD, **how)
-    compiled = ps.make_update_step(loss_fn, SGD, compile=not whole and AOT, **how)
-    compiler: Any = AOT if along is not axis else partial(ps.compile, fullgraph=True)
-    compiled = compiler(compiled) if whole else compiled
-    given = pieces, SGD.init(pieces), [torch.eye(6).double()[rank : rank + 1]]
-    return [ps.unshard(each(*given)) for each in (compiled, eager)]
+    eager = ps.make_update_step(loss_fn, SGD, **settings)
+    if not fullgraph:
+        compiled = ps.make_update_step(loss_fn, SGD, compile=AOT, **settings)
+    elif isinstance(ranks, Grid):
+        compiled = AOT(eager)
+    else:
+        compiled = ps.compile(eager, fullgraph=True)
+
+    return [
+        ps.unshard(step(sharded, SGD.init(sharded), group))
+        for step in (compiled, eager)
+    ]
 
 
-GATHERS = [("step", False), ("loss", False), ("microbatch", True)]
+@pytest.mark.parametrize(
+    ("gather", "fullgraph"),
+    [
+        ("step", False),
+        ("loss", False),
+        ("microbatch", True),
+    ],
+)
+def test_compiled_gathers(world: World, gather: Gather, fullgraph: bool) -> None:
+    """torch's own compiler is slow: one rank is enough to show that it takes collectives."""
+    size = 1 if fullgraph else 2
+    args: Any = (range(size), [gather] * size, [fullgraph] * size)
 
+    results = on_processes(world, Ranks(size), gather_compiled_and_eager, *args)
 
-@pytest.mark.parametrize(("gather", "whole"), GATHERS)
-def test_compiled_gathers(world: World, gather: Gather, whole: bool) -> None:
-    """The compiler that torch has is slow: one rank is enough to show that it takes collectives."""
-    size = 1 if whole else 2
-    args: Any = range(size), [gather] * size, [whole] * size
-    for compiled, eager in on_processes(world, Ranks(size), compiled_gathers, *args):
+    for compiled, eager in results:
         assert_same(compiled[:2], eager[:2])
         assert torch.equal(compiled[2].loss, eager[2].loss)
 
 
-def test_compiled_pieces_along_one_dimension_of_a_mesh(world: World) -> None:
-    """Two ranks hold the same piece."""
-    args: Any = range(4), ["step"] * 4, [True] * 4
-    for compiled, eager in on_processes(
-        world, Ranks(4, rows=2), compiled_gathers, *args
-    ):
+def test_compiled_shards_along_one_dimension_of_a_mesh(world: World) -> None:
+    """Two ranks hold the same shard."""
+    grid = Ranks(4, rows=2)
+    args: Any = (range(4), ["step"] * 4, [True] * 4)
+
+    results = on_processes(world, grid, gather_compiled_and_eager, *args)
+
+    for compiled, eager in results:
         assert_same(compiled[:2], eager[:2])
 
 
-LAWS: list[Any] = [ps.psum, ps.pvary, ps.pmean, ps.all_gather, ps.psum_scatter]
+COLLECTIVES: list[Any] = [
+    ps.psum,
+    ps.pvary,
+    ps.pmean,
+    ps.all_gather,
+    ps.psum_scatter,
+]
 
 
-def compiled_laws(axis: ps.Axis, x: Tensor) -> list[Any]:
-    """Each collective and its gradient, compiled whole and as they are."""
-    found = []
-    for law in LAWS:
+def collectives_compiled_and_eager(axis: ps.Axis, x: Tensor) -> list[Any]:
+    """Runs each collective and its gradient, compiled whole and as they are."""
+    results = []
+    for collective in COLLECTIVES:
 
-        def program(x: Tensor, y: Tensor, law: Any = law) -> Any:
-            pulled = torch.func.grad(lambda x: (law(x, axis) * y).sum())(x)
-            return law(x, axis), pulled
+        def program(x: Tensor, y: Tensor, collective: Any = collective) -> Any:
+            pulled = torch.func.grad(lambda x: (collective(x, axis) * y).sum())(x)
+            return collective(x, axis), pulled
 
-        y = law(x, axis) + axis.index
-        found.append((AOT(program)(x, y), program(x, y)))
-    return found
+        y = collective(x, axis) + axis.index
+        compiled = AOT(program)(x, y)
+        eager = program(x, y)
+        results.append((compiled, eager))
+    return results
 
 
 def test_compiled_collectives(world: World) -> None:
-    blocks = [torch.arange(6.0).view(2, 3) * rank for rank in (1, 2)]
-    for found in on_processes(world, Ranks(2), compiled_laws, blocks):
-        for compiled, eager in found:
+    block = torch.arange(6.0).view(2, 3)
+    blocks = [block, block * 2]
+    results = on_processes(world, Ranks(2), collectives_compiled_and_eager, blocks)
+    for pairs in results:
+        for compiled, eager in pairs:
             assert_same(compiled, eager)

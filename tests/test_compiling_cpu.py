@@ -1,10 +1,10 @@
-"""What is rewritten in graphs for CPUs: each rewrite alone, and all of them in what is compiled."""
+"""Rewrites of graphs for CPUs: each alone, and all of them in what is compiled."""
 
 import re
 import timeit
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -13,257 +13,355 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep.compiling.cpu import (
-    LEAST,
-    MANY,
+    MIN_MULTIPLICATIONS,
+    MIN_USERS_PER_VALUE,
     hoist_scalars,
-    options,
-    product,
+    inductor_options,
+    onednn_matmul,
     split_addmm,
     use_onednn,
 )
 from tests import torch_private
-from tests.held_by_ranks import group_of_one
+from tests.sharded_checkpoints import group_of_one
+
+Mode = Literal["fake", "symbolic"]
+Rewrite = Callable[[torch.fx.Graph], None]
 
 STEP = torch.tensor(3)
-LEAF = torch.linspace(-1, 1, 4 * MANY)
+LEAF = torch.linspace(-1, 1, 4 * MIN_USERS_PER_VALUE)
 KEPT = "aten.as_strided.default"
+"""The operator that keeps a number, so that it is computed once."""
 SIDE = 192  # SIDE ** 3 > LEAST
 
 
-def corrected(step: Tensor, leaf: Tensor) -> Tensor:
-    return leaf / (1 - 0.9 ** step.to(torch.float64)).to(leaf.dtype)
+def operators_after(
+    rewrite: Rewrite, function: Callable[..., Any], *args: Any, mode: Mode = "fake"
+) -> list[str]:
+    """Rewrites a function's graph, checks that it computes the same, lists its operators."""
+    decompositions = torch_private.get_decompositions()
+    module = make_fx(function, decompositions, mode)(*args)
+    rewrite(module.graph)
+    module.graph.lint()
+    module.recompile()
+
+    actual = module(*args)
+    expected = function(*args)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    return [str(node.target) for node in nodes]
 
 
-def twice(step: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
+# Numbers that are computed once
+
+
+def divide_by_power(step: Tensor, leaf: Tensor) -> Tensor:
+    power = 0.9 ** step.to(torch.float64)
+    return leaf / (1 - power).to(leaf.dtype)
+
+
+def use_power_twice(step: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
     power = 0.9**step
     return leaf * power, leaf * (1 - power)
 
 
-def halves(step: Tensor, leaf: Tensor) -> list[Tensor]:
-    return [leaf * half for half in (0.9**step).unbind()]
+def use_each_power(steps: Tensor, leaf: Tensor) -> list[Tensor]:
+    powers = (0.9**steps).unbind()
+    return [leaf * power for power in powers]
 
 
-NETWORKS = torch.vmap(corrected), torch.arange(1, 5), LEAF.repeat(4, 1)
-TIMES_KEPT: dict[str, tuple[int, Any]] = {
-    "where many begin to use it": (1, (corrected, STEP, LEAF)),
-    "for each of many networks": (1, NETWORKS),
-    "where many use it twice": (1, (twice, STEP, LEAF)),
-    "where the size is not known yet": (1, (corrected, STEP, LEAF[:3], "symbolic")),
-    "not for hardly more than one": (0, (corrected, STEP, LEAF[: MANY - 1])),
-    "not for as many as it has": (0, (corrected, LEAF.abs(), LEAF)),
-    "not if it costs little": (0, (lambda step, leaf: leaf * (1 - step), STEP, LEAF)),
-    "not if many do not use it": (
-        0,
-        (lambda step, leaf: (0.9**step, leaf), STEP, LEAF),
+def scale_by_difference(step: Tensor, leaf: Tensor) -> Tensor:
+    return leaf * (1 - step)
+
+
+def return_power(step: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
+    return 0.9**step, leaf
+
+
+class Powers(NamedTuple):
+    """A function of a step and a leaf, and how many numbers of it are kept."""
+
+    num_kept: int
+    function: Callable[..., Any]
+    step: Tensor = STEP
+    leaf: Tensor = LEAF
+    mode: Mode = "fake"
+
+
+MANY_NETWORKS = Powers(
+    1, torch.vmap(divide_by_power), torch.arange(1, 5), LEAF.repeat(4, 1)
+)
+POWERS = {
+    "where many begin to use it": Powers(1, divide_by_power),
+    "for each of many networks": MANY_NETWORKS,
+    "where many use it twice": Powers(1, use_power_twice),
+    "where the size is not known yet": Powers(
+        1, divide_by_power, leaf=LEAF[:3], mode="symbolic"
     ),
-    "not if each part has many": (0, (halves, torch.ones(2), LEAF)),
-    "not for networks of unknown size": (0, (*NETWORKS, "symbolic")),
+    "not for hardly more than one": Powers(
+        0, divide_by_power, leaf=LEAF[: MIN_USERS_PER_VALUE - 1]
+    ),
+    "not for as many as it has": Powers(0, divide_by_power, step=LEAF.abs()),
+    "not if it costs little": Powers(0, scale_by_difference),
+    "not if many do not use it": Powers(0, return_power),
+    "not if each part has many": Powers(0, use_each_power, step=torch.ones(2)),
+    "not for networks of unknown size": MANY_NETWORKS._replace(
+        num_kept=0, mode="symbolic"
+    ),
 }
 
 
-def operators_after(
-    rewrite: Callable[[torch.fx.Graph], None],
-    function: Callable[..., Any],
-    *args: Any,
-    mode: Literal["fake", "symbolic"] = "fake",
-) -> list[str]:
-    """The operators of a function's graph once it is rewritten; it must still compute the same."""
-    graph = make_fx(function, torch_private.decompositions_of_the_compiler(), mode)(
-        *args
+def operators_computed_once(case: Powers) -> list[str]:
+    return operators_after(
+        hoist_scalars, case.function, case.step, case.leaf, mode=case.mode
     )
-    rewrite(graph.graph)
-    graph.graph.lint()
-    graph.recompile()
-    torch.testing.assert_close(
-        graph(*args), function(*args), rtol=0, atol=0, equal_nan=True
-    )
-    return [
-        str(node.target) for node in graph.graph.nodes if node.op == "call_function"
-    ]
 
 
-def operators(
-    function: Any, step: Tensor, leaf: Tensor, mode: Any = "fake"
-) -> list[str]:
-    return operators_after(hoist_scalars, function, step, leaf, mode=mode)
+@pytest.mark.parametrize("name", POWERS)
+def test_a_costly_number_is_kept_once(name: str) -> None:
+    case = POWERS[name]
+    operators = operators_computed_once(case)
+    assert operators.count(KEPT) == case.num_kept
 
 
-@pytest.mark.parametrize("case", TIMES_KEPT)
-def test_a_costly_number_is_kept_once(case: str) -> None:
-    times, given = TIMES_KEPT[case]
-    assert operators(*given).count(KEPT) == times
-
-
-def test_what_is_kept_is_what_the_many_see() -> None:
+def test_what_is_kept_is_what_many_elements_use() -> None:
     """The power and what is made of it stay together."""
-    found = operators(corrected, STEP, LEAF)
-    assert found.index(KEPT) == found.index("aten.div.Tensor") - 1
+    operators = operators_computed_once(Powers(1, divide_by_power))
+    assert operators.index(KEPT) == operators.index("aten.div.Tensor") - 1
 
 
-def few_of(x: Tensor) -> Tensor:
+def costly(x: Tensor) -> Tensor:
     return (-x).exp() + 0.5
 
 
-def views(few: Tensor, many: Tensor) -> tuple[Tensor, ...]:
-    """Views of a few that many see, in every order."""
-    power = few_of(few)[0, 0] ** 2
+def use_views(few: Tensor, many: Tensor) -> tuple[Tensor, ...]:
+    """Combines many elements with views of a few, in every order."""
+    element = costly(few)[1, 2]
+    column = costly(few).t()[:, 1:].reshape(3, 1, 1, 1)
+    row_of_view = costly(few[1:].t())[..., None, None]
+    scaled_row = row_of_view * costly(few)[0, 1]
+    sum_of_expanded = costly(few.t().expand(3, 2)).sum()
+    cosine_of_slice = costly(few)[1:, 1:].cos()[0, 1]
+    power = costly(few)[0, 0] ** 2
+    maxima = costly(many.amax((2, 3)))[..., None, None]
     return (
-        many * few_of(few)[1, 2],
-        many * few_of(few).t()[:, 1:].reshape(3, 1, 1, 1),
-        many + few_of(few[1:].t())[..., None, None] * few_of(few)[0, 1],
-        many + few_of(few.t().expand(3, 2)).sum() + few_of(few)[1:, 1:].cos()[0, 1],
+        many * element,
+        many * column,
+        many + scaled_row,
+        many + sum_of_expanded + cosine_of_slice,
         many * power,
         many / power,
-        many * few_of(many.amax((2, 3)))[..., None, None],
+        many * maxima,
     )
 
 
 def test_compiled_of_views() -> None:
     """Whatever view of the few the many see, and in whatever order of memory the few lie."""
-    many = torch.linspace(-1, 1, 6 * 8 * 8).reshape(3, 2, 8, 8)[:, :2]
-    compiled = ps.compile(views, options={"cpp_wrapper": False})
-    for few in (
-        torch.linspace(0, 1, 6).reshape(2, 3),
-        torch.linspace(0, 1, 6).reshape(3, 2).t(),
-    ):
-        torch.testing.assert_close(compiled(few, many), views(few, many))
+    numbers = torch.linspace(0, 1, 6)
+    rows_first = numbers.reshape(2, 3)
+    columns_first = numbers.reshape(3, 2).t()
+    many = torch.linspace(-1, 1, 6 * 8 * 8).reshape(3, 2, 8, 8)
+    compiled = ps.compile(use_views, options={"cpp_wrapper": False})
+
+    for few in (rows_first, columns_first):
+        torch.testing.assert_close(compiled(few, many), use_views(few, many))
 
 
 def test_a_compiled_step_of_many_networks_takes_powers_once() -> None:
     """As many as there are in the formula, in none of the loops over elements."""
 
     def loss_fn(params: list[Tensor], x: Tensor) -> Tensor:
-        return sum((leaf.sum() * x for leaf in params), torch.zeros(()))
+        products = [leaf.sum() * x for leaf in params]
+        return sum(products, torch.zeros(()))
+
+    def weight_fn(x: Tensor) -> Tensor:
+        return x.new_ones(())
 
     optimizer = ps.optim.adamw(0.1)
-    update_step = ps.make_update_step(
-        loss_fn, optimizer, weight_fn=lambda x: x.new_ones(())
-    )
+    update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
+    step = torch.vmap(lambda params, state, x: update_step(params, state, [x]))
     params = [torch.ones(8, 64), torch.ones(8, 16, 16)]
-    networks = torch.vmap(lambda params, state, x: update_step(params, state, [x]))
-    given = params, torch.vmap(optimizer.init)(params), torch.ones(8)
-    step = ps.compile(networks, fullgraph=True)
-    (new, *_), code = torch_private.code_of_the_compiler(step, *given)
-    assert len(re.findall(r"std::pow\(|\.pow\(", code)) == 2
-    torch.testing.assert_close(new, networks(*given)[0])
+    arguments = (params, torch.vmap(optimizer.init)(params), torch.ones(8))
+
+    compiled = ps.compile(step, fullgraph=True)
+    result, code = torch_private.run_and_get_code(compiled, *arguments)
+
+    powers = re.findall(r"std::pow\(|\.pow\(", code)
+    assert len(powers) == 2
+    torch.testing.assert_close(result[0], step(*arguments)[0])
 
 
-def integers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small enough that every sum of products is exact, in whatever order."""
+# Products of matrices
+
+
+def integers(*shape: int, seed: int = 0) -> Tensor:
+    """Draws integers so small that every sum of products is exact, in whatever order."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+    return torch.randint(-3, 4, shape, generator=generator).to(torch.float32)
 
 
 def layouts(rows: int, columns: int, seed: int) -> list[Tensor]:
-    """The same shape, in each way in which it may lie in memory: rows, columns, with gaps, as one row or column, as windows."""
-    wide = integers(rows, columns + 9, seed=seed).flatten()
+    """Draws matrices of one shape, in each way in which they may lie in memory."""
+    flat = integers(rows, columns + 9, seed=seed).flatten()
+    by_rows = integers(rows, columns, seed=seed)
+    by_columns = integers(columns, rows, seed=seed).t()
+    with_gaps = integers(rows, 2 * columns, seed=seed)[:, ::2]
+    one_row = integers(1, columns, seed=seed).expand(rows, columns)
+    one_column = integers(rows, 1, seed=seed).expand(rows, columns)
+    windows = flat.unfold(0, columns, 1)[:rows]
+    overlapping = flat.as_strided((rows, columns), (7, 3))
     return [
-        integers(rows, columns, seed=seed),
-        integers(columns, rows, seed=seed).t(),
-        integers(rows, 2 * columns, seed=seed)[:, ::2],
-        integers(1, columns, seed=seed).expand(rows, columns),
-        integers(rows, 1, seed=seed).expand(rows, columns),
-        wide.unfold(0, columns, 1)[:rows],
-        wide.as_strided((rows, columns), (7, 3)),
+        by_rows,
+        by_columns,
+        with_gaps,
+        one_row,
+        one_column,
+        windows,
+        overlapping,
     ]
 
 
 def mlp(params: Any, x: Tensor) -> Tensor:
-    hidden = torch.nn.functional.linear(x, params["w"], params["bias"]).relu()
-    return hidden @ params["v"] + x
+    hidden = torch.nn.functional.linear(x, params["w"], params["bias"])
+    return hidden.relu() @ params["v"] + x
 
 
-def products_alone(graph: torch.fx.Graph) -> None:
+def rewrite_products(graph: torch.fx.Graph) -> None:
     split_addmm(graph)
     use_onednn(graph)
 
 
-def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """With these products on whatever processor this is."""
-    options: Any = {"post_grad_custom_post_pass": products_alone}
+def compile_with_products(
+    function: Callable[..., Any], **settings: Any
+) -> Callable[..., Any]:
+    """Compiles with these products on whatever processor this is."""
+    options: Any = {"post_grad_custom_post_pass": rewrite_products}
     return torch.compile(function, options=options, **settings)
 
 
-replaced = partial(operators_after, products_alone)
+def check_product(a: Tensor, b: Tensor) -> None:
+    result = onednn_matmul(a, b)
+    assert torch.equal(result, a @ b)
+    assert result.is_contiguous()
 
 
-def test_products_of_every_layout_and_size() -> None:
-    every, others = layouts(SIDE, SIDE + 16, 0), layouts(SIDE + 16, SIDE - 8, 1)
-    sizes = [(0, 4, 5), (3, 0, 5), (3, 4, 0), (1, 1, 1), (1, LEAST, 1)]
-    for a, b in (
-        *((each, others[0]) for each in every),
-        *((every[0], each) for each in others),
-        *((integers(m, k), integers(k, n)) for m, k, n in sizes),
-    ):
-        assert torch.equal(product(a, b), a @ b)
-        assert product(a, b).is_contiguous()
-    assert every[0].shape[0] * others[0].numel() >= LEAST
+def test_products_of_every_layout() -> None:
+    lefts = layouts(SIDE, SIDE + 16, seed=0)
+    rights = layouts(SIDE + 16, SIDE - 8, seed=1)
+    assert SIDE * rights[0].numel() >= MIN_MULTIPLICATIONS
+
+    for left in lefts:
+        check_product(left, rights[0])
+    for right in rights:
+        check_product(lefts[0], right)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n"),
+    [
+        (0, 4, 5),
+        (3, 0, 5),
+        (3, 4, 0),
+        (1, 1, 1),
+        (1, MIN_MULTIPLICATIONS, 1),
+    ],
+)
+def test_products_of_every_size(m: int, k: int, n: int) -> None:
+    check_product(integers(m, k), integers(k, n))
 
 
 def test_wrappers_in_cpp_are_for_one_process() -> None:
-    assert options()["cpp_wrapper"] != torch.accelerator.is_available()
+    assert inductor_options()["cpp_wrapper"] != torch.accelerator.is_available()
     with group_of_one():
-        assert not options()["cpp_wrapper"]
+        assert not inductor_options()["cpp_wrapper"]
 
 
 def test_products_of_gaps_take_the_time_of_products() -> None:
     """Without a copy, oneDNN takes a thousand times as long."""
     a = integers(SIDE, SIDE)
-    times = [
-        min(timeit.repeat(partial(product, a, b), number=1))
-        for b in layouts(SIDE, SIDE, 1)
-    ]
-    assert max(times[1:]) < 100 * times[0]
+    times = []
+    for b in layouts(SIDE, SIDE, seed=1):
+        repeated = timeit.repeat(partial(onednn_matmul, a, b), number=1)
+        times.append(min(repeated))
+    by_rows, *others = times
+    assert max(others) < 100 * by_rows
 
 
-def test_what_repays_is_replaced() -> None:
-    x, y, z = (integers(SIDE, SIDE, seed=seed) for seed in range(3))
-    ours, theirs = "purestep.product.default", "aten.mm.default"
-    assert replaced(torch.mm, x, y) == [ours]
-    assert replaced(torch.addmm, z, x, y) == [ours, "aten.add.Tensor"]
-    assert replaced(torch.addmm, z[0], x, y) == [ours, "aten.add.Tensor"]
-    assert replaced(lambda x, y: x.t() @ y, x, y)[-2:] == ["aten.clone.default", ours]
-    assert replaced(torch.mm, x[:8], y) == [theirs]
-    assert replaced(torch.mm, x.double(), y.double()) == [theirs]
-    wide, whole = (
-        [each.to(dtype) for each in (z, x, y)] for dtype in (torch.float64, torch.int64)
-    )
-    assert replaced(torch.addmm, *wide) == [theirs, "aten.add.Tensor"]
-    assert replaced(torch.addmm, *whole) == ["aten.addmm.default"]
-    assert ours not in replaced(torch.mm, x.bfloat16(), y.bfloat16())
-    for scaled in (partial(torch.addmm, beta=2), partial(torch.addmm, beta=2, alpha=3)):
-        assert replaced(scaled, z, x, y) == ["aten.addmm.default"]
+OURS = "purestep.product.default"
+THEIRS = "aten.mm.default"
+ADDED = "aten.add.Tensor"
+
+
+def operators_with_products(function: Callable[..., Any], *args: Any) -> list[str]:
+    return operators_after(rewrite_products, function, *args)
+
+
+def test_products_that_repay_are_replaced() -> None:
+    x = integers(SIDE, SIDE, seed=0)
+    y = integers(SIDE, SIDE, seed=1)
+    z = integers(SIDE, SIDE, seed=2)
+
+    assert operators_with_products(torch.mm, x, y) == [OURS]
+    assert operators_with_products(torch.addmm, z, x, y) == [OURS, ADDED]
+    assert operators_with_products(torch.addmm, z[0], x, y) == [OURS, ADDED]
+    transposed = operators_with_products(lambda x, y: x.t() @ y, x, y)
+    assert transposed[-2:] == ["aten.clone.default", OURS]
+
+
+def test_other_products_are_not_replaced() -> None:
+    """They are small, or of another dtype, or scaled."""
+    x = integers(SIDE, SIDE, seed=0)
+    y = integers(SIDE, SIDE, seed=1)
+    z = integers(SIDE, SIDE, seed=2)
+
+    assert operators_with_products(torch.mm, x[:8], y) == [THEIRS]
+    assert operators_with_products(torch.mm, x.double(), y.double()) == [THEIRS]
+    half = operators_with_products(torch.mm, x.bfloat16(), y.bfloat16())
+    assert OURS not in half
+    wide = [z.double(), x.double(), y.double()]
+    assert operators_with_products(torch.addmm, *wide) == [THEIRS, ADDED]
+    longs = [z.long(), x.long(), y.long()]
+    assert operators_with_products(torch.addmm, *longs) == ["aten.addmm.default"]
+    for scales in ({"beta": 2}, {"beta": 2, "alpha": 3}):
+        scaled = partial(torch.addmm, **scales)
+        assert operators_with_products(scaled, z, x, y) == ["aten.addmm.default"]
 
 
 def test_compiled_products_with_gradients() -> None:
     """Forward and backward, of a size that is not known."""
-    shapes = {"bias": (SIDE,), "v": (SIDE, SIDE), "w": (SIDE, SIDE)}
     params = {
-        name: integers(*shape, seed=1).requires_grad_()
-        for name, shape in shapes.items()
+        "bias": integers(SIDE, seed=1).requires_grad_(),
+        "v": integers(SIDE, SIDE, seed=1).requires_grad_(),
+        "w": integers(SIDE, SIDE, seed=1).requires_grad_(),
     }
-    step = compiled(mlp, dynamic=True)
+    leaves = list(params.values())
+    compiled = compile_with_products(mlp, dynamic=True)
+
     for rows in (SIDE, 3, SIDE + 9):
         x = integers(rows, SIDE, seed=rows)
-        outputs = [function(params, x) for function in (step, mlp)]
-        assert torch.equal(*outputs)
-        grads = [
-            torch.autograd.grad(output.sum(), [*params.values()]) for output in outputs
-        ]
-        assert all(map(torch.equal, *grads))
-    assert torch_private.pass_of_the_compiler() is None, (
-        "options of the compiler stay as they are"
-    )
+        actual = compiled(params, x)
+        expected = mlp(params, x)
+        assert torch.equal(actual, expected)
+        our_grads = torch.autograd.grad(actual.sum(), leaves)
+        their_grads = torch.autograd.grad(expected.sum(), leaves)
+        for ours, theirs in zip(our_grads, their_grads, strict=True):
+            assert torch.equal(ours, theirs)
+    global_pass = torch_private.get_post_grad_pass()
+    assert global_pass is None, "options of the compiler stay as they are"
 
 
 def test_compiled_with_sizes_that_only_the_data_knows() -> None:
-    def picked(x: Tensor, chosen: Tensor, w: Tensor) -> Tensor:
+    def select_rows(x: Tensor, chosen: Tensor, w: Tensor) -> Tensor:
         return (x[chosen] @ w).sum(0)
 
-    x, w = (integers(SIDE, SIDE, seed=seed).requires_grad_() for seed in range(2))
+    x = integers(SIDE, SIDE, seed=0).requires_grad_()
+    w = integers(SIDE, SIDE, seed=1).requires_grad_()
     chosen = torch.arange(SIDE) % 3 > 0
-    with torch_private.compiling_sizes_of_data():
-        output = compiled(picked)(x, chosen, w)
-    ours = torch.autograd.grad(output.sum(), (x, w))
-    theirs = torch.autograd.grad(picked(x, chosen, w).sum(), (x, w))
-    assert all(map(torch.equal, ours, theirs))
+
+    with torch_private.compile_data_dependent_sizes():
+        output = compile_with_products(select_rows)(x, chosen, w)
+
+    expected = select_rows(x, chosen, w)
+    our_grads = torch.autograd.grad(output.sum(), (x, w))
+    their_grads = torch.autograd.grad(expected.sum(), (x, w))
+    for ours, theirs in zip(our_grads, their_grads, strict=True):
+        assert torch.equal(ours, theirs)

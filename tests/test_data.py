@@ -1,7 +1,7 @@
-"""Labels, and what belongs to an example as a whole."""
+"""Tests labels, and leaves that belong to an example as a whole."""
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 import purestep as ps
+from proofs.strategies import assert_same
 
 # shift_labels
 
@@ -19,15 +20,20 @@ INTEGERS = [
     torch.int16,
     torch.uint32,
     torch.int32,
+    torch.uint64,
+    torch.int64,
 ]
-INTEGERS += [torch.uint64, torch.int64]
 
 
-def shifted(ids: list[int], mask: list[int]) -> list[int]:
-    """Token by token: what comes next, where both are tokens."""
-    following = zip(ids[1:], mask, mask[1:], strict=False)
-    labels = [label if both and other else -100 for label, both, other in following]
-    return [*labels, -100][: len(ids)]
+def shift_by_hand(ids: list[int], mask: list[int]) -> list[int]:
+    """Labels each token by the next one, where both are tokens."""
+    labels = []
+    for i in range(len(ids)):
+        label = -100
+        if i + 1 < len(ids) and mask[i] and mask[i + 1]:
+            label = ids[i + 1]
+        labels.append(label)
+    return labels
 
 
 @given(
@@ -45,175 +51,296 @@ def test_labels_are_the_next_tokens(
     mask_dtype: torch.dtype | None,
     seed: int,
 ) -> None:
-    """Of every text of a batch, wherever there is padding; as a whole, one by one, and mapped."""
-    generator, shape = torch.Generator().manual_seed(seed), [*leading, length]
-    ids, mask = (torch.randint(most, shape, generator=generator) for most in (101, 2))
-    mask = torch.ones_like(mask) if mask_dtype is None else mask
-    texts = (each.reshape(-1, length or 1).tolist() for each in (ids, mask))
-    expected = [label for text in zip(*texts, strict=True) for label in shifted(*text)]
-    given_ids, given_mask = ids.to(dtype), mask.to(mask_dtype) if mask_dtype else None
-    labels = ps.shift_labels(given_ids, given_mask)
+    """Of every text of a batch, wherever there is padding; batched and mapped."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = [*leading, length]
+    ids = torch.randint(101, shape, generator=generator)
+    mask = torch.randint(2, shape, generator=generator)
+    converted = ids.to(dtype)
+    converted_mask = None
+    if mask_dtype is None:
+        mask = torch.ones_like(mask)
+    else:
+        converted_mask = mask.to(mask_dtype)
+
+    labels = ps.shift_labels(converted, converted_mask)
+
+    row_length = length or 1
+    rows = ids.reshape(-1, row_length).tolist()
+    mask_rows = mask.reshape(-1, row_length).tolist()
+    expected = []
+    for row, mask_row in zip(rows, mask_rows, strict=True):
+        expected += shift_by_hand(row, mask_row)
     assert labels.dtype == torch.int64
     assert list(labels.shape) == shape
     assert labels.reshape(-1).tolist() == expected
     if leading and leading[0] and dtype == torch.int64:
-        assert torch.equal(torch.vmap(ps.shift_labels)(ids, mask), labels)
-        unmapped = torch.vmap(ps.shift_labels, in_dims=(0, None))(ids, mask[0])
-        assert torch.equal(unmapped, ps.shift_labels(ids, mask[:1].expand_as(mask)))
+        mapped = torch.vmap(ps.shift_labels)(ids, mask)
+        assert_same(mapped, labels)
+        map_ids = torch.vmap(ps.shift_labels, in_dims=(0, None))
+        same_mask = mask[:1].expand_as(mask)
+        expected_labels = ps.shift_labels(ids, same_mask)
+        assert_same(map_ids(ids, mask[0]), expected_labels)
     labels.fill_(-7)
-    assert torch.equal(given_ids.to(torch.int64), ids), (
-        "labels share no memory with their text"
-    )
+    unchanged = converted.to(torch.int64)
+    assert torch.equal(unchanged, ids), "labels share memory with their text"
 
 
+TEXTS = [
+    torch.tensor([]),
+    torch.ones(2, 3, dtype=torch.int32, device="meta"),
+]
+
+
+@pytest.mark.parametrize("ids", TEXTS)
 @pytest.mark.parametrize("masked", [False, True])
-def test_labels_of_an_empty_text_and_of_one_on_a_device(masked: bool) -> None:
-    """An empty list has the dtype of any other; labels are made where the text is."""
-    for ids in (torch.tensor([]), torch.ones(2, 3, dtype=torch.int32, device="meta")):
-        labels = ps.shift_labels(ids, ids if masked else None)
-        assert (labels.device, labels.dtype, labels.shape) == (
-            ids.device,
-            torch.int64,
-            ids.shape,
-        )
+def test_labels_of_an_empty_text_and_of_one_on_a_device(
+    masked: bool, ids: Tensor
+) -> None:
+    """torch gives an empty list any dtype; labels are on the device of the text."""
+    mask = ids if masked else None
+
+    labels = ps.shift_labels(ids, mask)
+
+    assert labels.device == ids.device
+    assert labels.dtype == torch.int64
+    assert labels.shape == ids.shape
 
 
-TWO = torch.tensor([5, 6])
-NO_LABELS: dict[str, tuple[Any, ...]] = {
-    "input_ids is list, no tensor, where a tensor of integers": ([5, 6],),
-    "input_ids is torch.float32 of shape": (torch.tensor(5.0),),
-    "input_ids is torch.float32 .*, where a tensor of integers": (torch.ones(2),),
-    "input_ids is torch.bool .*, where a tensor of int": (torch.tensor([True]),),
-    r"input_ids is a single token, torch.int64 of shape \(\)": (torch.tensor(5),),
-    r"attention_mask has the shape \(3,\), but input_ids \(2,\)": (
-        TWO,
-        torch.ones(3).long(),
-    ),
-    "attention_mask is torch.float32 .*, where a tensor of integers": (
-        TWO,
-        torch.zeros(2),
-    ),
+IDS = torch.tensor([5, 6])
+NO_INTEGERS: list[tuple[Any, str]] = [
+    ([5, 6], "is list, no tensor, where a tensor of integers"),
+    (torch.tensor(5.0), "is torch.float32 of shape"),
+    (torch.ones(2), "is torch.float32 .*, where a tensor of integers"),
+    (torch.tensor([True]), "is torch.bool .*, where a tensor of int"),
+    (torch.tensor(5), r"is a single token, torch.int64 of shape \(\)"),
+]
+NO_MASKS: list[tuple[Any, str]] = [
+    (torch.ones(3).long(), r"has the shape \(3,\), but input_ids \(2,\)"),
+    (torch.zeros(2), "is torch.float32 .*, where a tensor of integers"),
+]
+
+
+@pytest.mark.parametrize(("ids", "message"), NO_INTEGERS)
+def test_shift_labels_refuses_ids(ids: Any, message: str) -> None:
+    message = "shift_labels: input_ids " + message
+    with pytest.raises((TypeError, ValueError), match=message):
+        ps.shift_labels(ids)
+
+
+@pytest.mark.parametrize(("mask", "message"), NO_MASKS)
+def test_shift_labels_refuses_masks(mask: Any, message: str) -> None:
+    message = "shift_labels: attention_mask " + message
+    with pytest.raises((TypeError, ValueError), match=message):
+        ps.shift_labels(IDS, mask)
+
+
+# Leaves that belong to an example as a whole
+
+CLASSES = 3
+PAD = {
+    "tokens": 0,
+    "labels": -100,
+    "id": -1,
+    "weights": 0,
 }
 
 
-@pytest.mark.parametrize("message", NO_LABELS)
-def test_shift_labels_refuses(message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match="shift_labels: " + message):
-        ps.shift_labels(*NO_LABELS[message])
-
-
-# What belongs to an example as a whole
-
-CLASSES = 3
-FILLING = {"tokens": 0, "labels": -100, "id": -1, "weights": 0}
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(6, 20))
-def test_what_belongs_to_an_example_stays_with_it(
-    lengths: list[int], budget: int
-) -> None:
-    """In rows and in documents: beside its tokens; nothing but padding beside the rest."""
+def make_examples(lengths: list[int]) -> list[dict[str, Any]]:
+    """Makes examples with leaves for the whole example, below the top too."""
     examples: list[dict[str, Any]] = []
-    for i, n in enumerate(lengths):
-        more = {"id": torch.tensor(i), "weights": torch.tensor([[i], [n]])}
-        labels = torch.tensor(i % CLASSES)
-        examples.append(
-            {"tokens": torch.full((n,), i + 1), "labels": labels, "more": more}
-        )
+    for number, length in enumerate(lengths):
+        more = {
+            "id": torch.tensor(number),
+            "weights": torch.tensor([[number], [length]]),
+        }
+        example = {
+            "tokens": torch.full((length,), number + 1),
+            "labels": torch.tensor(number % CLASSES),
+            "more": more,
+        }
+        examples.append(example)
+    return examples
 
-    def check(part: Any, row: int, own: Tensor, *place: int) -> int:
-        """What belongs to the example that has these tokens of a row."""
-        number = int(part["more"]["id"][place])
-        assert torch.equal(part["tokens"][row][own], examples[number]["tokens"])
-        assert part["labels"][place] == number % CLASSES
-        assert part["more"]["weights"][place].tolist() == [[number], [lengths[number]]]
-        return number
 
-    rows = ps.pack(examples, max_tokens=budget, pad=FILLING, whole=["weights"])
-    packed = ps.pack_documents(
-        examples, row_tokens=budget, pad=FILLING, whole=["weights"]
+def check_example(
+    microbatch: Any,
+    index: tuple[int, ...],
+    tokens: Tensor,
+    lengths: list[int],
+) -> int:
+    """Checks the leaves at this index, and returns the number of their example."""
+    more = microbatch["more"]
+    number = int(more["id"][index])
+    length = lengths[number]
+    assert_same(tokens, torch.full((length,), number + 1))
+    label = microbatch["labels"][index]
+    assert label == number % CLASSES
+    weights = more["weights"][index]
+    assert weights.tolist() == [[number], [length]]
+    return number
+
+
+LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=8)
+
+
+@given(LENGTHS, st.integers(6, 20))
+def test_leaves_of_an_example_stay_with_it_in_rows(
+    lengths: list[int], max_tokens: int
+) -> None:
+    examples = make_examples(lengths)
+
+    microbatches = ps.pack(
+        examples, max_tokens=max_tokens, pad=PAD, per_example=["weights"]
     )
-    found = [
-        check(m, i, m["tokens"][i] > 0, i)
-        for m in rows
-        for i in range(len(m["labels"]))
-    ]
-    assert sorted(found) == [*range(len(lengths))]
-    ids, segments = packed["more"]["id"], packed["segments"]
+
+    numbers = []
+    for microbatch in microbatches:
+        for row, padded in enumerate(microbatch["tokens"]):
+            tokens = padded[padded > 0]
+            numbers.append(check_example(microbatch, (row,), tokens, lengths))
+    assert sorted(numbers) == list(range(len(lengths)))
+
+
+@given(LENGTHS, st.integers(6, 20))
+def test_leaves_of_an_example_stay_with_it_in_documents(
+    lengths: list[int], row_tokens: int
+) -> None:
+    """The other entries of a row are padding."""
+    examples = make_examples(lengths)
+
+    packed = ps.pack_documents(
+        examples, row_tokens=row_tokens, pad=PAD, per_example=["weights"]
+    )
+
+    segments = packed["segments"]
+    ids = packed["more"]["id"]
+    is_example = ids >= 0
     assert ids.shape[1] == segments.max()
-    assert (packed["labels"][ids < 0] == -100).all()
-    held = (ids >= 0).nonzero().tolist()
-    found = [check(packed, row, segments[row] == at + 1, row, at) for row, at in held]
-    assert sorted(found) == [*range(len(lengths))]
+    assert (packed["labels"][~is_example] == -100).all()
+    numbers = []
+    for row, column in is_example.nonzero().tolist():
+        in_segment = segments[row] == column + 1
+        tokens = packed["tokens"][row][in_segment]
+        numbers.append(check_example(packed, (row, column), tokens, lengths))
+    assert sorted(numbers) == list(range(len(lengths)))
+
+
+def list_labels(examples: Any) -> list[int]:
+    return [int(example["labels"]) for example in examples]
 
 
 def test_balance_by_length_alone() -> None:
-    tokens, image = [torch.ones(n) for n in (5, 4, 3, 3, 3)], torch.ones(9, 2)
-    examples = [
-        {"tokens": t, "labels": torch.tensor(len(t)), "image": image} for t in tokens
-    ]
-    shares = ps.balance(examples, 2, whole=["image"])
-    assert [[int(one["labels"]) for one in share] for share in shares] == [
-        [5, 3],
-        [4, 3, 3],
-    ]
+    image = torch.ones(9, 2)
+    examples = []
+    for length in (5, 4, 3, 3, 3):
+        example = {
+            "tokens": torch.ones(length),
+            "labels": torch.tensor(length),
+            "image": image,
+        }
+        examples.append(example)
+
+    first, second = ps.balance(examples, 2, per_example=["image"])
+
+    assert list_labels(first) == [5, 3]
+    assert list_labels(second) == [4, 3, 3]
 
 
-ONE = {"tokens": torch.ones(2), "class": torch.tensor(1)}
-EMPTY = {"tokens": torch.ones(0), "class": torch.tensor(1)}
-PICTURE = {"tokens": torch.ones(2), "image": torch.ones(2, 3)}
-BARE = {**PICTURE, "tokens": torch.ones(0)}
-TWO_CLASSES = {**ONE, "class": torch.tensor([1, 2])}
-NOT_PACKED: dict[str, tuple[list[Any], list[str]]] = {
-    r"^examples\[1\] has length 0, but examples\[1\]\['class'\] belongs to it.*leave the example out": ([ONE, EMPTY], []),
-    r"^examples\[0\] has length 0": ([EMPTY], []),
-    r"\['class'\] is torch.float32 of shape \(\)": ([ONE, {**ONE, "class": torch.tensor(1.0)}], []),
-    r"\['class'\] is torch.int64 of shape \(2,\)": ([ONE, TWO_CLASSES], []),
-    r"\['class'\] is torch.int64 of shape \(\)": ([TWO_CLASSES, ONE], []),
-    "common first dimension": ([{"class": torch.tensor(1)}], []),
-    "make tensors of them": ([{**ONE, "class": 1}], []),
-    r"examples\[1\]\['image'\] is torch.float32 of shape \(3, 3\)": ([PICTURE, {**PICTURE, "image": torch.ones(3, 3)}], ["image"]),
-    r"whole=\['picture'\] names 'picture'.*\['image'\]": ([PICTURE], ["picture"]),
-    r"examples\[0\]\['image'\].* belongs to it as a whole": ([BARE], ["image"]),
-}  # fmt: skip
+TOKENS = torch.ones(2)
+NO_TOKENS = torch.ones(0)
+CLASS = torch.tensor(1)
+IMAGE = torch.ones(2, 3)
+ONE = {"tokens": TOKENS, "class": CLASS}
+FLOAT_CLASS = {"tokens": TOKENS, "class": CLASS.float()}
+INT_CLASS = {"tokens": TOKENS, "class": 1}
+TWO_CLASSES = {"tokens": TOKENS, "class": torch.tensor([1, 2])}
+EMPTY = {"tokens": NO_TOKENS, "class": CLASS}
+PICTURE = {"tokens": TOKENS, "image": IMAGE}
+LARGER_PICTURE = {"tokens": TOKENS, "image": torch.ones(3, 3)}
+EMPTY_PICTURE = {"tokens": NO_TOKENS, "image": IMAGE}
 
 
-@pytest.mark.parametrize("message", NOT_PACKED)
-def test_what_no_example_can_hold_is_refused(message: str) -> None:
-    """In rows and in documents: left out or padded, it would be missing from N."""
-    examples, whole = NOT_PACKED[message]
-    for pack in (
-        partial(ps.pack, max_tokens=9),
-        partial(ps.pack_documents, row_tokens=9),
-    ):
-        with pytest.raises(ValueError, match=message):
-            pack(examples, pad=0, whole=whole)
+class NotPacked(NamedTuple):
+    """Examples that cannot be packed, and the message that says so."""
+
+    examples: list[Any]
+    message: str
+    per_example: tuple[str, ...] = ()
 
 
-def test_what_belongs_to_an_example_is_stacked() -> None:
-    assert ps.pack([ONE, ONE], max_tokens=4)[0]["class"].tolist() == [1, 1]
-    pictures = ps.pack([PICTURE] * 2, max_tokens=4, pad=0, whole=["image"])
-    assert pictures[0]["image"].shape == (2, 2, 3)
-    with pytest.raises(
-        ValueError, match=r"no pad value for example\['class'\]: add it to pad="
-    ):
+NOT_PACKED = [
+    NotPacked(
+        [ONE, EMPTY],
+        r"^examples\[1\] has length 0, but examples\[1\]\['class'\] belongs to it.*leave the example out",
+    ),
+    NotPacked([EMPTY], r"^examples\[0\] has length 0"),
+    NotPacked([ONE, FLOAT_CLASS], r"\['class'\] is torch.float32 of shape \(\)"),
+    NotPacked([ONE, TWO_CLASSES], r"\['class'\] is torch.int64 of shape \(2,\)"),
+    NotPacked([TWO_CLASSES, ONE], r"\['class'\] is torch.int64 of shape \(\)"),
+    NotPacked([{"class": CLASS}], "common first dimension"),
+    NotPacked([INT_CLASS], "make tensors of them"),
+    NotPacked(
+        [PICTURE, LARGER_PICTURE],
+        r"examples\[1\]\['image'\] is torch.float32 of shape \(3, 3\)",
+        per_example=("image",),
+    ),
+    NotPacked(
+        [PICTURE],
+        r"per_example=\['picture'\] names 'picture'.*\['image'\]",
+        per_example=("picture",),
+    ),
+    NotPacked(
+        [EMPTY_PICTURE],
+        r"examples\[0\]\['image'\].* belongs to it as a whole",
+        per_example=("image",),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", NOT_PACKED)
+def test_leaves_that_no_example_can_hold_are_refused(case: NotPacked) -> None:
+    """In rows and in documents: left out or padded, they would be missing from N."""
+    with pytest.raises(ValueError, match=case.message):
+        ps.pack(case.examples, max_tokens=9, pad=0, per_example=case.per_example)
+    with pytest.raises(ValueError, match=case.message):
+        ps.pack_documents(
+            case.examples, row_tokens=9, pad=0, per_example=case.per_example
+        )
+
+
+def test_leaves_of_whole_examples_are_stacked() -> None:
+    (classes,) = ps.pack([ONE, ONE], max_tokens=4)
+    (pictures,) = ps.pack([PICTURE] * 2, max_tokens=4, pad=0, per_example=["image"])
+
+    assert classes["class"].tolist() == [1, 1]
+    assert pictures["image"].shape == (2, 2, 3)
+    message = r"no pad value for example\['class'\]: add it to pad="
+    with pytest.raises(ValueError, match=message):
         ps.pack_documents([ONE, ONE], row_tokens=4)
 
 
 def test_a_mask_that_is_added() -> None:
-    """By attention that adds it, and by torch's own, to the same result; a dtype that scores cannot have is refused."""
+    """Attention that adds the mask gives the result of torch's own with a bool mask.
+
+    A dtype that scores cannot have is refused.
+    """
     segments = torch.tensor([[1, 1, 2, 2, 2, 0]])
     generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(
-        3, 1, 2, 6, 4, generator=generator, dtype=torch.float64
-    ).unbind()
-    scores = q @ k.mT / 2 + ps.segment_mask(segments, torch.float64)
-    attend: Any = torch.nn.functional.scaled_dot_product_attention
-    expected = attend(q, k, v, attn_mask=ps.segment_mask(segments))
-    # Four products in a score, six in what is attended to, and the exponentials of six scores, each way.
-    roundings = 2 * (4 + 6 + 3 * 6) * torch.finfo(torch.float64).eps
-    assert (
-        (scores.softmax(-1) @ v - expected).abs() <= roundings * v.abs().max()
-    ).all()
+    qkv = torch.randn(3, 1, 2, 6, 4, generator=generator, dtype=torch.float64)
+    query, key, value = qkv
+    attend: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
+
+    added_mask = ps.segment_mask(segments, torch.float64)
+    scores = query @ key.mT / 2 + added_mask
+    mixed = scores.softmax(-1) @ value
+
+    bool_mask = ps.segment_mask(segments)
+    expected = attend(query, key, value, attn_mask=bool_mask)
+    # Four products in a score, six in what is attended to, and the exponentials of six
+    # scores, in both computations.
+    roundings = 2 * (4 + 6 + 3 * 6)
+    bound = roundings * torch.finfo(torch.float64).eps * value.abs().max()
+    assert ((mixed - expected).abs() <= bound).all()
     with pytest.raises(TypeError, match="floating point dtype of the scores"):
         ps.segment_mask(segments, torch.int64)

@@ -1,4 +1,4 @@
-"""README.md and docs/: their programs run, their names, links and claims hold, their sentences are short."""
+"""Tests README.md and docs/: programs run, names, links and claims hold, sentences are short."""
 
 import ast
 import builtins
@@ -22,19 +22,31 @@ PAGES = [
     ROOT / "purestep" / "testing" / "README.md",
     *DOCS.rglob("*.md"),
 ]
-OTHERS = [ROOT / f"{each}.md" for each in ("CONTRIBUTING", "CHANGELOG", "SECURITY")]
-OTHERS += [*(ROOT / "proofs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+OTHERS = [
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+    *(ROOT / "proofs").glob("*.md"),
+    *(ROOT / "benchmarks").glob("*.md"),
+]
 CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 FENCED = re.compile(r"^(`{3,}).*?^\1`*$", re.S | re.M)
 OUTPUT = re.compile(r"^```text\n(.*?)^```", re.S | re.M)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
-NAMESPACES = {"": ps, "optim.": ps.optim, "losses.": ps.losses, "random.": ps.random}
-NAMESPACES |= {"checkpoint.": ps.checkpoint, "tree.": ps.tree, "testing.": ps.testing}
+NAMESPACES = {
+    "": ps,
+    "optim.": ps.optim,
+    "losses.": ps.losses,
+    "random.": ps.random,
+    "checkpoint.": ps.checkpoint,
+    "tree.": ps.tree,
+    "testing.": ps.testing,
+}
 FOREIGN = r"what is given|of its own|nobody|whoever|is told|its own business"
 
 
-def name(page: Path) -> str:
-    """The page as a test's name shows it."""
+def name_page(page: Path) -> str:
+    """Names a page by its path in the repository."""
     return page.relative_to(ROOT).as_posix()
 
 
@@ -42,38 +54,38 @@ PROGRAMS = [page for page in PAGES if CODE.search(page.read_text())]
 assert len(PROGRAMS) > 20
 
 
-@pytest.mark.parametrize("page", PROGRAMS, ids=name)
+@pytest.mark.parametrize("page", PROGRAMS, ids=name_page)
 def test_the_programs_of_a_page_run(
     page: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """From top to bottom, in an empty folder; they print what the page says that they print."""
+    """Runs them from top to bottom, in an empty folder, and compares what they print."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     text = page.read_text()
     names: dict[str, object] = {"__name__": "page"}
-    for code in CODE.finditer(text):
-        lines = "\n" * (
-            text[: code.start()].count("\n") + 1
-        )  # an error names the page's line
-        exec(compile(lines + code[1], name(page), "exec"), names)
+    for match in CODE.finditer(text):
+        # Empty lines before the code, so that an error names the page's line.
+        number = text[: match.start()].count("\n") + 1
+        code = "\n" * number + match[1]
+        exec(compile(code, name_page(page), "exec"), names)
     printed = capsys.readouterr().out
     for output in OUTPUT.findall(text):
         assert output in printed
 
 
 def test_every_public_name_is_on_a_reference_page() -> None:
-    text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
-    shown = re.findall(r"^::: ps\.(\S+)$", text, re.M)
+    documented: list[str] = []
+    for page in (DOCS / "reference").glob("*.md"):
+        documented += re.findall(r"^::: ps\.(\S+)$", page.read_text(), re.M)
     public: set[str] = set()
     for prefix, namespace in NAMESPACES.items():
-        public |= {
-            prefix + each
-            for each in getattr(namespace, "__all__", None) or dir(namespace)
-        }
-    assert sorted(shown) == sorted(public - {prefix[:-1] for prefix in NAMESPACES})
+        names = getattr(namespace, "__all__", None) or dir(namespace)
+        public.update(prefix + name for name in names)
+    namespaces = {prefix.removesuffix(".") for prefix in NAMESPACES}
+    assert sorted(documented) == sorted(public - namespaces)
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -83,62 +95,69 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted(pages)
 
 
-def anchors(page: Path) -> set[str]:
-    """What the site calls the headings of a page."""
-    heads = re.findall(r"^#+ (.*)", page.read_text(), re.M)
-    return {
-        re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower())
-        for head in heads
-    }
+def find_anchors(page: Path) -> set[str]:
+    """Finds the anchors that the site gives to the headings of a page."""
+    anchors = set()
+    for heading in re.findall(r"^#+ (.*)", page.read_text(), re.M):
+        words = re.sub(r"[^\w\s-]", "", heading)
+        anchors.add(re.sub(r"[\s-]+", "-", words.strip().lower()))
+    return anchors
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_page)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
-    """In the site, what the repository has elsewhere stands in ``why``."""
-    for link, anchor in LINK.findall(FENCED.sub("", page.read_text())):
+    """On the site, files that the repository has elsewhere are in ``why``."""
+    text = FENCED.sub("", page.read_text())
+    for link, anchor in LINK.findall(text):
         file = (page.parent / link).resolve() if link else page
         if DOCS / "why" in file.parents and not file.exists():
             file = ROOT / file.relative_to(DOCS / "why")
-        assert file.exists(), f"{name(page)}: {link}"
-        assert not anchor or anchor in anchors(file), f"{name(page)}: {link}#{anchor}"
+        assert file.exists(), f"{name_page(page)}: {link}"
+        if anchor:
+            assert anchor in find_anchors(file), f"{name_page(page)}: {link}#{anchor}"
 
 
-def sentences(text: str) -> list[str]:
-    """Of a page without code, tables and pictures."""
+def split_sentences(text: str) -> list[str]:
+    """Splits a page into sentences, without code, tables and pictures."""
     text = FENCED.sub("", text)
     text = re.sub(r"^(?:    |\||!\[|:::|#|\?\?\?|!!!).*$", "\n", text, flags=re.M)
     text = re.sub(r"^\s*(?:[-*]|\d+\.) ", "\n\n", text, flags=re.M)
-    paragraphs = re.split(r"\n\s*\n", text)
-    return [
-        s
-        for p in paragraphs
-        for s in re.split(r"(?<=[.:?!;])\s+", " ".join(p.split()))
-        if s
-    ]
+    sentences: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        line = " ".join(paragraph.split())
+        sentences += re.split(r"(?<=[.:?!;])\s+", line)
+    return sentences
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name)
+def find_long_sentences(text: str) -> list[str]:
+    """Finds sentences of more than twenty-five words."""
+    long = []
+    for sentence in split_sentences(text):
+        words = re.findall(r"\w\S*", sentence)
+        if len(words) > 25:
+            long.append(sentence)
+    return long
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_page)
 def test_sentences_are_short_and_plain(page: Path) -> None:
     """CONTRIBUTING.md has the rules; a few sentences of up to twenty-five words remain."""
-    names_them = page.name == "CONTRIBUTING.md"
-    assert_short_and_plain(page.read_text(), plain=not names_them)
+    text = page.read_text()
+    assert not find_long_sentences(text)
+    if page.name != "CONTRIBUTING.md":
+        assert not re.findall(FOREIGN, text)
 
 
-def assert_short_and_plain(text: str, *, plain: bool = True) -> None:
-    assert not [
-        each for each in sentences(text) if len(re.findall(r"\w\S*", each)) > 25
-    ]
-    assert not (plain and re.findall(FOREIGN, text))
-
-
-@pytest.mark.parametrize("module", sorted((ROOT / "purestep").rglob("*.py")), ids=name)
+@pytest.mark.parametrize(
+    "module", sorted((ROOT / "purestep").rglob("*.py")), ids=name_page
+)
 def test_docstrings_are_short_and_plain(module: Path) -> None:
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            text = re.sub(
-                r"^ *(>>>|\.\.\.).*$", "\n", ast.get_docstring(node) or "", flags=re.M
-            )
-            assert_short_and_plain(text)
+            docstring = ast.get_docstring(node) or ""
+            text = re.sub(r"^ *(>>>|\.\.\.).*$", "\n", docstring, flags=re.M)
+            assert not find_long_sentences(text)
+            assert not re.findall(FOREIGN, text)
 
 
 def test_the_readme_is_one_page() -> None:
@@ -162,37 +181,50 @@ def test_versions_are_claimed_alike_everywhere(page: str) -> None:
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
-    """A row that came into a table that is not its own would be read as a figure."""
+    """A row in the wrong table would be read as a figure."""
     for file in ROOT.rglob("*.md"):
-        if any(part.startswith(".") for part in file.relative_to(ROOT).parts):
+        path = file.relative_to(ROOT)
+        if any(part.startswith(".") for part in path.parts):
             continue
-        for rows in re.findall(r"(?:^\|.*\n)+", file.read_text(), re.M):
-            cells = [len(re.findall(r"(?<!\\)\|", row)) for row in rows.splitlines()]
-            assert len(set(cells)) == 1, f"{file.relative_to(ROOT)}: {rows}"
+        for table in re.findall(r"(?:^\|.*\n)+", file.read_text(), re.M):
+            rows = table.splitlines()
+            cells = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
+            assert len(cells) == 1, f"{path}: {table}"
 
 
 def test_the_training_program_runs_under_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole program of the first page: two ranks log the losses of one."""
+    """Two ranks log the losses of one, by the whole program of the first page."""
     program = CODE.findall((DOCS / "start" / "loop.md").read_text())[-1]
     (tmp_path / "train.py").write_text(program)
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    run = [
+    one_rank = tmp_path / "one"
+    two_ranks = tmp_path / "two"
+    one_rank.mkdir()
+    two_ranks.mkdir()
+    torchrun = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--nproc-per-node=2",
         "--standalone",
+        "../train.py",
     ]
-    where = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*run, "../train.py"], cwd=two, env=where, check=True, timeout=240)
-    monkeypatch.chdir(one)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    subprocess.run(torchrun, cwd=two_ranks, env=env, check=True, timeout=240)
+    monkeypatch.chdir(one_rank)
     monkeypatch.delattr(builtins, "_", raising=False)  # a doctest's last value
     exec(program, {"__name__": "__main__"})
-    logs = [(folder / "log.jsonl").read_text().splitlines() for folder in (one, two)]
-    losses = [torch.tensor([json.loads(line)["loss"] for line in log]) for log in logs]
-    assert len(losses[0]) == 20
-    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)  # a wrong share: 1e-2
+
+    losses = read_losses(one_rank)
+    assert len(losses) == 20
+    # A wrong share of the data would be off by 1e-2.
+    torch.testing.assert_close(losses, read_losses(two_ranks), rtol=1e-4, atol=0)
+
+
+def read_losses(folder: Path) -> torch.Tensor:
+    """Reads the losses that the program logged in this folder."""
+    log = (folder / "log.jsonl").read_text()
+    losses = [json.loads(line)["loss"] for line in log.splitlines()]
+    return torch.tensor(losses)

@@ -1,4 +1,4 @@
-"""The examples as users start them: real processes, which may be killed."""
+"""Starts the examples as users do, in processes that may be killed."""
 
 import email
 import os
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,26 +20,29 @@ import purestep as ps
 from purestep.examples import docstrings, huggingface
 
 ROOT = Path(__file__).parent.parent
-OPTIONS = [
-    "--steps",
-    "24",
-    "--examples",
-    "4",
-    "--docstrings-of",
-    str(Path(email.__file__).parent),
-]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-TORCHRUN += ["--nproc-per-node", "2"]
+FEW_STEPS = ["--steps", "24", "--examples", "4"]
+DOCSTRINGS = ["--docstrings-of", str(Path(email.__file__).parent)]
+OPTIONS = [*FEW_STEPS, *DOCSTRINGS]
 TRAINING = ["-m", "purestep.examples.docstrings", *OPTIONS]
-PATIENCE = 120  # seconds, on a machine that is busy with other tests
+TORCHRUN = [
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--local-addr",
+    "127.0.0.1",
+    "--nproc-per-node",
+    "2",
+]
+PATIENCE = 120
+"""Seconds to wait, on a machine that is busy with other tests."""
 LOOPBACK = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": socket.if_nameindex()[0][1]}
 
 
 def world(ranks: int) -> dict[str, str]:
-    """What torchrun would tell the ranks, to start them without it and see how each of them ends."""
+    """Makes the environment that torchrun would, to start ranks without it and see how each ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        _, port = free.getsockname()
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -49,57 +52,61 @@ def world(ranks: int) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """Processes inherit what Ctrl-C does here, where a shell may have turned it off."""
+    """Restores the effect of Ctrl-C, which processes inherit: a shell may have turned it off."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 class Run:
-    """A program in a process of its own, and what it has printed."""
+    """Runs a program in a new process, and reads what it prints."""
 
     def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         folder.mkdir(exist_ok=True)
-        self._out, self._err = folder / "stdout", folder / "stderr"
-        with self._out.open("w") as out, self._err.open("w") as err:
-            env = os.environ | LOOPBACK | environment
-            command = [sys.executable, *arguments]
+        self._stdout = folder / "stdout"
+        self._stderr = folder / "stderr"
+        with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=err, env=env, cwd=ROOT
+                [sys.executable, *arguments],
+                stdout=stdout,
+                stderr=stderr,
+                env=os.environ | LOOPBACK | environment,
+                cwd=ROOT,
             )
 
     @property
     def stdout(self) -> str:
-        return self._out.read_text(encoding="utf-8")
+        return self._stdout.read_text(encoding="utf-8")
 
     @property
     def stderr(self) -> str:
-        return self._err.read_text(encoding="utf-8")
+        return self._stderr.read_text(encoding="utf-8")
 
     @property
     def complaints(self) -> list[str]:
-        """What it says on stderr, but for the bar that shows progress."""
+        """Lists the lines of stderr, but for the bar that shows progress."""
         bar = re.compile(r" *\d+%\|.*|")
-        return [
-            line for line in re.split(r"[\r\n]", self.stderr) if not bar.fullmatch(line)
-        ]
+        lines = re.split(r"[\r\n]", self.stderr)
+        return [line for line in lines if not bar.fullmatch(line)]
 
-    def found(self, pattern: str) -> list[str]:
-        """What stands there in each such line of stdout."""
+    def matches(self, pattern: str) -> list[str]:
+        """Returns the group of the pattern in each such line of stdout."""
         return re.findall(f"^{pattern}$", self.stdout, re.M)
 
     def workers(self) -> set[int]:
-        """The living processes whose parent is ``torchrun``, as /proc says."""
-        found = set()
+        """Finds the living processes whose parent is ``torchrun`` in /proc."""
+        workers = set()
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # it has ended since
-                state, parent, *_ = stat.read_text().rpartition(")")[2].split()
+                # The name before the last parenthesis may have any characters.
+                _, _, fields = stat.read_text().rpartition(")")
+                state, parent, *_ = fields.split()
                 if int(parent) == self.process.pid and state != "Z":
-                    found.add(int(stat.parent.name))
-        return found
+                    workers.add(int(stat.parent.name))
+        return workers
 
     def wait_until(self, happened: Callable[[], bool]) -> None:
-        """Waits for what has to happen before the program ends."""
+        """Waits for a condition, which must hold before the program ends."""
         deadline = time.monotonic() + PATIENCE
         while not happened():
             assert self.process.poll() is None, f"it ended first\n{self.stderr}"
@@ -109,7 +116,7 @@ class Run:
 
 @contextmanager
 def running(folder: Path, *arguments: str, **environment: str) -> Iterator[Run]:
-    """A run that has ended when the block has, whatever happens in it."""
+    """Starts a run, which ends with the block, whatever happens in it."""
     run = Run(folder, *arguments, **environment)
     try:
         yield run
@@ -123,15 +130,17 @@ def running(folder: Path, *arguments: str, **environment: str) -> Iterator[Run]:
 
 @contextmanager
 def two_ranks(folder: Path, *arguments: str) -> Iterator[list[Run]]:
-    """Two of them that meet."""
-    meeting = world(ranks=2)
-    with ExitStack() as both:
-        ranks = (running(folder / r, *arguments, **meeting, RANK=r) for r in "01")
-        yield [both.enter_context(each) for each in ranks]
+    """Starts two ranks of one world."""
+    environment = world(ranks=2)
+    with (
+        running(folder / "0", *arguments, **environment, RANK="0") as first,
+        running(folder / "1", *arguments, **environment, RANK="1") as second,
+    ):
+        yield [first, second]
 
 
 def ended(folder: Path, *arguments: str, **environment: str) -> Run:
-    """A run that has ended well."""
+    """Runs a program to its end, and checks that it succeeded."""
     with running(folder, *arguments, **environment) as run:
         assert run.process.wait(timeout=PATIENCE) == 0, run.stderr
     return run
@@ -139,38 +148,42 @@ def ended(folder: Path, *arguments: str, **environment: str) -> Run:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return ended(tmp_path_factory.mktemp("undisturbed"), *TORCHRUN, *TRAINING)
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return ended(folder, *TORCHRUN, *TRAINING)
 
 
 def test_rank_0_alone_speaks_and_nothing_complains(undisturbed: Run) -> None:
-    said = ["docstrings of", "from step 0 to 24 over 2 ranks\n", "loss ", "sha256"]
-    counts = [undisturbed.stdout.count(words) for words in said]
-    assert counts == [1, 1, 1, 1], undisturbed.stdout
+    for words in (
+        "docstrings of",
+        "from step 0 to 24 over 2 ranks\n",
+        "loss ",
+        "sha256",
+    ):
+        assert undisturbed.stdout.count(words) == 1, undisturbed.stdout
     assert not undisturbed.complaints
 
 
 def test_a_killed_run_ends_in_the_same_bits(undisturbed: Run, tmp_path: Path) -> None:
-    """The rank that saves is killed as soon as it has saved."""
+    """Kills the rank that saves as soon as it has saved."""
     checkpoint = tmp_path / "state"
     resumable = [*TRAINING, "--checkpoint", str(checkpoint), "--save-every", "2"]
+    torchrun = [*TORCHRUN, "--max-restarts", "1"]
 
-    with running(tmp_path, *TORCHRUN, "--max-restarts", "1", *resumable) as run:
+    with running(tmp_path, *torchrun, *resumable) as run:
         run.wait_until(lambda: ps.checkpoint.latest_checkpoint(checkpoint) is not None)
         attempt = run.workers()
         os.kill(min(attempt), signal.SIGKILL)
         run.wait_until(lambda: not attempt & run.workers())
         assert run.process.wait(timeout=PATIENCE) == 0, run.stderr
 
-    first, second = map(int, run.found(r"from step (\d+) .*"))
-    assert 0 == first < second < 24
-    prints = [
-        {*each.found("parameters sha256 ([0-9a-f]{12})")} for each in (run, undisturbed)
-    ]
-    assert prints[0] == prints[1] != set()
+    first_start, second_start = run.matches(r"from step (\d+) .*")
+    assert 0 == int(first_start) < int(second_start) < 24
+    digest = "parameters sha256 ([0-9a-f]{12})"
+    assert {*run.matches(digest)} == {*undisturbed.matches(digest)} != set()
 
 
 def interrupt(*runs: Run) -> list[int]:
-    """Ctrl-C, which reaches all of them at once; and how they end."""
+    """Sends Ctrl-C, which reaches all of them at once, and returns how they end."""
     for run in runs:
         run.process.send_signal(signal.SIGINT)
     return [run.process.wait(timeout=PATIENCE) for run in runs]
@@ -179,12 +192,19 @@ def interrupt(*runs: Run) -> list[int]:
 def test_an_interrupted_run_goes_on_over_other_ranks(
     undisturbed: Run, tmp_path: Path
 ) -> None:
-    """With a part of the state on each, and the same losses, as they are printed."""
+    """Resumes sharded state on one rank, and prints the same losses."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     checkpoint = folder / "state"
-    resumable = [*TRAINING, "--checkpoint", str(checkpoint), "--save-every", "4"]
-    resumable += ["--shard", "microbatch"]
+    resumable = [
+        *TRAINING,
+        "--checkpoint",
+        str(checkpoint),
+        "--save-every",
+        "4",
+        "--shard",
+        "microbatch",
+    ]
 
     with two_ranks(tmp_path, *resumable) as (first, second):
         first.wait_until(
@@ -197,17 +217,16 @@ def test_an_interrupted_run_goes_on_over_other_ranks(
     assert second.complaints == []
     assert list(folder.iterdir()) == [checkpoint]
 
-    run = ended(
-        tmp_path / "2", *resumable, "--max-tokens", "300", **world(ranks=1), RANK="0"
-    )
-    (step,) = map(int, run.found(r"from step (\d+) to 24 over 1 ranks?"))
-    assert 0 < step < 24
-    assert (
-        run.found(r"loss \S+ -> (\S+)")[-1]
-        == undisturbed.found(r"loss \S+ -> (\S+)")[-1]
-    )
-    kept = [each.found(r".*keeps (\S+) MiB.*") for each in (undisturbed, first, run)]
-    assert kept == [["3.0"], ["1.5"], ["3.0"]]
+    alone = {**world(ranks=1), "RANK": "0"}
+    run = ended(tmp_path / "2", *resumable, "--max-tokens", "300", **alone)
+    (step,) = run.matches(r"from step (\d+) to 24 over 1 ranks?")
+    assert 0 < int(step) < 24
+    loss = r"loss \S+ -> (\S+)"
+    assert run.matches(loss)[-1] == undisturbed.matches(loss)[-1]
+    megabytes = r".*keeps (\S+) MiB.*"
+    assert undisturbed.matches(megabytes) == ["3.0"]
+    assert first.matches(megabytes) == ["1.5"]
+    assert run.matches(megabytes) == ["3.0"]
 
 
 def test_an_interrupted_comparison_says_so_and_leaves_nothing(tmp_path: Path) -> None:
@@ -224,19 +243,18 @@ def test_an_interrupted_comparison_says_so_and_leaves_nothing(tmp_path: Path) ->
 def test_ranks_refuse_together_before_they_begin(tmp_path: Path) -> None:
     checkpoint = tmp_path / "state"
     training = [*TRAINING, "--checkpoint", str(checkpoint), "--steps", "25"]
-    options = docstrings.parse(OPTIONS)
-    optimizer, params = docstrings.begin(options, torch.Generator())
-    begun = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
-    data = docstrings.docstrings(options.docstrings_of)
-    settings = docstrings.written(docstrings.settings_of(options, data))
-    ps.checkpoint.save_step(checkpoint, 7, (settings, begun))
+    options = docstrings.parse_options(OPTIONS)
+    optimizer, params = docstrings.make_optimizer_and_params(options, torch.Generator())
+    state = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
+    data = docstrings.load_corpus(options.docstrings_of)
+    settings = docstrings.encode_settings(docstrings.collect_settings(options, data))
+    ps.checkpoint.save_step(checkpoint, 7, (settings, state))
 
     with two_ranks(tmp_path, *training) as (first, second):
-        assert [run.process.wait(timeout=PATIENCE) for run in (first, second)] == [1, 1]
+        assert first.process.wait(timeout=PATIENCE) == 1
+        assert second.process.wait(timeout=PATIENCE) == 1
     (line,) = first.complaints
-    assert re.search(
-        "state is of a run with steps=24, but this one has steps=25: ", line
-    ), line
+    assert "state is of a run with steps=24, but this one has steps=25: " in line
     assert first.stdout == second.stdout == second.stderr == ""
 
 
@@ -244,16 +262,17 @@ def test_what_would_end_a_run_late_is_refused_early(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = str(tmp_path / "nowhere" / "picture.png")
-    for arguments, message in {
+    messages = {
         ("--picture", picture): "picture.png: [Errno 2] No such file or directory",
         ("--max-tokens", "8"): "no room for an example of 256",
         ("--docstrings-of", str(tmp_path)): "holds no Python file with a docstring",
         ("--save-every", "0"): "0 is less than 1",
         ("--checkpoint", "state"): "need torchrun",
         ("--shard", "step"): "need torchrun",
-    }.items():
+    }
+    for arguments, message in messages.items():
         with pytest.raises(SystemExit):
-            docstrings.parse(arguments)
+            docstrings.parse_options(arguments)
         assert message in capsys.readouterr().err
 
 
@@ -261,21 +280,36 @@ def test_a_llama_and_a_lora_load_where_they_were_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "picture.png"
-    fewer = ["--steps", "3", "--lora-steps", "2", "--held-out", "6", *OPTIONS[-2:]]
-    huggingface.main([*fewer, "--out", str(tmp_path), "--picture", str(picture)])
-    said = capsys.readouterr().out
+    arguments = [
+        "--steps",
+        "3",
+        "--lora-steps",
+        "2",
+        "--held-out",
+        "6",
+        *DOCSTRINGS,
+        "--out",
+        str(tmp_path),
+        "--picture",
+        str(picture),
+    ]
+    huggingface.main(arguments)
+    output = capsys.readouterr().out
     for folder, loaded in {"llama": "LlamaForCausalLM", "lora": "PeftModel"}.items():
-        assert re.search(rf"^{tmp_path / folder} loads as {loaded}, with the same [\d,]+ logits$", said, re.M), said  # fmt: skip
+        line = rf"^{tmp_path / folder} loads as {loaded}, with the same [\d,]+ logits$"
+        assert re.search(line, output, re.M), output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
-    # The Llama learns from both kinds of text; the LoRA goes on where it stopped.
-    found = re.findall(r"^loss per token of .* held out: (\S+) -> (\S+)$", said, re.M)
-    begun, ended = [
-        [float(each) for each in column] for column in zip(*found, strict=True)
-    ]
-    assert ended[0] < begun[0], said
-    assert ended[1] < begun[1], said
-    assert begun[2:] == ended[:2], said
+    losses = re.findall(
+        r"^loss per token of .* held out: (\S+) -> (\S+)$", output, re.M
+    )
+    before = [float(loss) for loss, _ in losses]
+    after = [float(loss) for _, loss in losses]
+    # The Llama learns from both kinds of text.
+    assert after[0] < before[0], output
+    assert after[1] < before[1], output
+    # The LoRA goes on where the Llama stopped.
+    assert before[2:] == after[:2], output
 
     llama = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
     params, apply = ps.from_module(llama)

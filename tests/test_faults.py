@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,46 +28,51 @@ import purestep as ps
 from proofs.ranks import Run
 from proofs.strategies import assert_same
 from purestep import tree
-from purestep.sync.handshake import fingerprint
+from purestep.sync.handshake import Status, check_status, encode_status, fingerprint
 from purestep.testing import ThreadAxis
 from purestep.testing.processes import DeadRankError, World
-from tests import uneven
-from tests.held_by_ranks import axis as axis_of_all, group_of_one
-from tests.uneven import (
-    BAD,
+from tests import uneven_ranks
+from tests.sharded_checkpoints import group_of_one, make_axis as axis_of_all
+from tests.uneven_ranks import (
+    FAILING_RANK,
     SGD,
     Arguments,
     Batch,
-    batch,
     loss_fn,
-    ones,
-    params,
-    sound,
-    step,
+    make_arguments,
+    make_batch,
+    make_params,
+    run_step,
+    weigh_by_one,
 )
 
 pytestmark = pytest.mark.timeout(120)
 
+Error = type[BaseException]
 
-def raising(
-    function: Callable[..., Any], at: int, kind: type[BaseException] = ArithmeticError
+
+# What goes wrong
+
+
+def fail_at_call(
+    function: Callable[..., Any], number: int, error: Error = ArithmeticError
 ) -> Callable[..., Any]:
-    """The function, which raises at this call."""
+    """Wraps a function so that this call of it raises."""
     calls = itertools.count()
 
-    def raises(*args: Any) -> Any:
-        if next(calls) == at:
-            raise kind("θ ≠ θ")
+    def count_and_call(*args: Any) -> Any:
+        if next(calls) == number:
+            raise error("θ ≠ θ")
         return function(*args)
 
-    return raises
+    return count_and_call
 
 
-def broken_backward(kind: type[BaseException]) -> Callable[[Any, Batch], Tensor]:
-    """The gradient of w is found, and may be on its way already, when that of b raises."""
+def with_broken_backward(error: Error) -> Callable[[Any, Batch], Tensor]:
+    """Makes a loss whose gradient of w is final, and may be sent already, when that of b raises."""
 
     def fail(grad: Tensor) -> None:
-        raise kind("no way back")
+        raise error("no way back")
 
     def loss(params: Any, microbatch: Batch) -> Tensor:
         b = params["b"].clone()
@@ -79,7 +83,7 @@ def broken_backward(kind: type[BaseException]) -> Callable[[Any, Batch], Tensor]
 
 
 class Tail(list[Batch]):
-    """Microbatches whose end raises: their gradients may be on their way already."""
+    """Raises after its last microbatch, whose gradients may be sent already."""
 
     def __iter__(self) -> Iterator[Batch]:
         yield from super().__iter__()
@@ -98,99 +102,203 @@ class Unruly(Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
+class Expected(NamedTuple):
+    """An error, and words of its message."""
+
+    error: Error
+    text: str
+
+
 class Fault(NamedTuple):
     """What some ranks do differently, and which errors they and the others get."""
 
     change: Callable[[Arguments], Arguments]
-    own: tuple[type[BaseException], str]
-    others: tuple[type[BaseException], str]
-    ranks: tuple[int, ...] = (BAD,)
+    on_faulty: Expected
+    on_others: Expected
+    ranks: tuple[int, ...] = (FAILING_RANK,)
+
+
+ALL = (0, 1, 2, 3)
 
 
 def failure(
-    kind: type[BaseException],
+    error: Error,
     text: str,
-    change: Callable[..., Arguments],
-    heard: str | None = None,
+    change: Callable[[Arguments], Arguments],
+    reported: str | None = None,
 ) -> Fault:
-    """The rank that fails raises its own exception, which the others name."""
-    name = (
-        kind.__name__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__name__}"
+    """Expects the failing rank's own exception on it, which the others name."""
+    name = error.__name__
+    if error.__module__ != "builtins":
+        name = f"{error.__module__}.{name}"
+    report = (
+        "failed, and the step with it on every rank; nothing was updated. "
+        f"rank 2: {name}: {reported or text}"
     )
-    failed = f"failed, and the step with it on every rank; nothing was updated. rank 2: {name}: "
-    return Fault(change, (kind, text), (ps.RankError, failed + (heard or text)))
+    return Fault(change, Expected(error, text), Expected(ps.RankError, report))
 
 
 def difference(
     what: str, right: str, wrong: str, ranks: str = "0, 1, 3", **change: Any
 ) -> Fault:
-    """Every rank raises one and the same error, which names both sides."""
-    text = f"disagree on {what}, and nothing was updated: ranks {ranks} with {right} against rank 2"
-    error = ValueError, f"{text} with {wrong}"
+    """Expects one and the same error on every rank, which names both sides."""
+    text = (
+        f"disagree on {what}, and nothing was updated: "
+        f"ranks {ranks} with {right} against rank 2 with {wrong}"
+    )
+    error = Expected(ValueError, text)
     return Fault(lambda _: change, error, error)
 
 
-def raises_at(name: str, call: int, kind: Any = ArithmeticError) -> Any:
-    """This function raises when it is called for the (call + 1)-th time."""
-    return lambda arguments: {name: raising(arguments[name], call, kind)}
+def fail_in(name: str, call: int, error: Any = ArithmeticError) -> Any:
+    """Replaces this function of the step by one whose (call + 1)-th call raises."""
+    return lambda arguments: {name: fail_at_call(arguments[name], call, error)}
 
 
-def state(**more: Tensor) -> Arguments:
-    """Params of which some leaves differ, and the state that fits."""
-    theta = params() | more
+def fail_in_backward(error: Error) -> Any:
+    return lambda _: {"loss_fn": with_broken_backward(error)}
+
+
+def fail_after_last_microbatch(arguments: Arguments) -> Arguments:
+    return {"microbatches": Tail(arguments["microbatches"])}
+
+
+def state_with(**leaves: Tensor) -> Arguments:
+    """Makes params of which some leaves differ, and the state that fits."""
+    theta = make_params() | leaves
     return {"params": theta, "opt_state": SGD.init(theta)}
 
 
-def one_storage(_: Arguments) -> Arguments:
-    """Two leaves share their memory."""
-    return {"donate": True, **state(b=(w := params()["w"])[0], w=w)}
+def share_one_storage(_: Arguments) -> Arguments:
+    """Donates two leaves that share their memory."""
+    w = make_params()["w"]
+    return {"donate": True, **state_with(b=w[0], w=w)}
 
 
-def breaks_backward(kind: type[BaseException]) -> Any:
-    """The backward pass of the loss raises."""
-    return lambda _: {"loss_fn": broken_backward(kind)}
+def require_grad(_: Arguments) -> Arguments:
+    return {"params": tree.map(Tensor.requires_grad_, make_params())}
 
 
-ALL = (0, 1, 2, 3)
-PARAMS_B = (
-    "params['b']: torch.float64 of shape ()",
-    "params['b']: torch.float32 of shape ()",
+def fail_on_every_rank(_: Arguments) -> Arguments:
+    return {"weight_fn": fail_at_call(weigh_by_one, 0), "microbatches": [make_batch()]}
+
+
+NO_MICROBATCH = (
+    "which 1 of its 4 ranks cannot, as they hold no microbatch: "
+    "give each of them one whose weights are zero"
 )
-TRACE = "opt_state[0].trace['b']: torch.float64 of shape (), opt_state[0].trace['w']: torch.float64"
-TRACE += " of shape (3,), opt_state[1].step: torch.int64 of shape ()"
+OPT_STATE = (
+    "opt_state[0].trace['b']: torch.float64 of shape (), "
+    "opt_state[0].trace['w']: torch.float64 of shape (3,), "
+    "opt_state[1].step: torch.int64 of shape ()"
+)
 FAULTS = {
-    "normalize": difference("settings", *(f"settings['normalize']: '{how}'" for how in ("loss", "grads")), normalize="grads"),
-    "another leaf": difference("params", "the structure {'b': *, 'w': *}", "params['c']: torch.float32 of shape (1,)",
-                               **state(c=torch.ones(1))),
-    "another dtype": difference("params", *PARAMS_B, **state(b=torch.tensor(1.0))),
-    "another opt_state": difference("opt_state", TRACE, "the structure ()", opt_state=()),
-    "another aux": difference("LossOutput.aux", "the structure ()", "LossOutput.aux['small']: torch.int64 of shape ()",
-                              ranks="0, 3", loss_fn=uneven.loss_with_aux),
+    "normalize": difference(
+        "settings",
+        right="settings['normalize']: 'loss'",
+        wrong="settings['normalize']: 'grads'",
+        normalize="grads",
+    ),
+    "another leaf": difference(
+        "params",
+        right="the structure {'b': *, 'w': *}",
+        wrong="params['c']: torch.float32 of shape (1,)",
+        **state_with(c=torch.ones(1)),
+    ),
+    "another dtype": difference(
+        "params",
+        right="params['b']: torch.float64 of shape ()",
+        wrong="params['b']: torch.float32 of shape ()",
+        **state_with(b=torch.tensor(1.0)),
+    ),
+    "another opt_state": difference(
+        "opt_state",
+        right=OPT_STATE,
+        wrong="the structure ()",
+        opt_state=(),
+    ),
+    "another aux": difference(
+        "LossOutput.aux",
+        right="the structure ()",
+        wrong="LossOutput.aux['small']: torch.int64 of shape ()",
+        ranks="0, 3",
+        loss_fn=uneven_ranks.loss_with_aux,
+    ),
     "aux beside a rank without microbatches": Fault(
-        lambda _: {"loss_fn": uneven.loss_with_aux},
-        (ValueError, "which 1 of its 4 ranks cannot, as they hold no microbatch: give each of them one whose weights are zero"),
-        (ValueError, ""), ALL),
+        lambda _: {"loss_fn": uneven_ranks.loss_with_aux},
+        on_faulty=Expected(ValueError, NO_MICROBATCH),
+        on_others=Expected(ValueError, ""),
+        ranks=ALL,
+    ),
     "params that require grad": failure(
-        ValueError, "is not recorded, but params", lambda _: {"params": tree.map(Tensor.requires_grad_, params())}, "a step over"),
-    "weights": failure(ArithmeticError, "θ ≠ θ", raises_at("weight_fn", 1)),
-    "first loss": failure(ArithmeticError, "θ ≠ θ", raises_at("loss_fn", 0)),
-    "exit": failure(SystemExit, "θ ≠ θ", raises_at("loss_fn", 1, SystemExit)),
-    "backward": failure(ArithmeticError, "no way back", breaks_backward(ArithmeticError)),
-    "interrupted backward": failure(KeyboardInterrupt, "no way back", breaks_backward(KeyboardInterrupt)),
-    "after the last microbatch": failure(ArithmeticError, "θ ≠ θ", lambda a: {"microbatches": Tail(a["microbatches"])}),
-    "no params": failure(ValueError, "params holds no tensors", lambda _: {"params": {}}),
-    "donated leaves that share a storage": failure(ValueError, "donate=True writes over", one_storage),
-    "two ranks": Fault(raises_at("loss_fn", 0), (ArithmeticError, "θ ≠ θ"),
-                       (ps.RankError, "rank 0: ArithmeticError: θ ≠ θ; rank 2: ArithmeticError: θ ≠ θ"), (0, 2)),
-    "every rank": Fault(lambda _: {"weight_fn": raising(ones, 0), "microbatches": [batch()]},
-                        (ArithmeticError, "θ ≠ θ"), (ps.RankError, ""), ALL),
-}  # fmt: skip
+        ValueError,
+        "is not recorded, but params",
+        require_grad,
+        reported="a step over",
+    ),
+    "weights": failure(
+        ArithmeticError,
+        "θ ≠ θ",
+        fail_in("weight_fn", 1),
+    ),
+    "first loss": failure(
+        ArithmeticError,
+        "θ ≠ θ",
+        fail_in("loss_fn", 0),
+    ),
+    "exit": failure(
+        SystemExit,
+        "θ ≠ θ",
+        fail_in("loss_fn", 1, SystemExit),
+    ),
+    "backward": failure(
+        ArithmeticError,
+        "no way back",
+        fail_in_backward(ArithmeticError),
+    ),
+    "interrupted backward": failure(
+        KeyboardInterrupt,
+        "no way back",
+        fail_in_backward(KeyboardInterrupt),
+    ),
+    "after the last microbatch": failure(
+        ArithmeticError,
+        "θ ≠ θ",
+        fail_after_last_microbatch,
+    ),
+    "no params": failure(
+        ValueError,
+        "params holds no tensors",
+        lambda _: {"params": {}},
+    ),
+    "donated leaves that share a storage": failure(
+        ValueError,
+        "donate=True writes over",
+        share_one_storage,
+    ),
+    "two ranks": Fault(
+        fail_in("loss_fn", 0),
+        on_faulty=Expected(ArithmeticError, "θ ≠ θ"),
+        on_others=Expected(
+            ps.RankError,
+            "rank 0: ArithmeticError: θ ≠ θ; rank 2: ArithmeticError: θ ≠ θ",
+        ),
+        ranks=(0, 2),
+    ),
+    "every rank": Fault(
+        fail_on_every_rank,
+        on_faulty=Expected(ArithmeticError, "θ ≠ θ"),
+        on_others=Expected(ps.RankError, ""),
+        ranks=ALL,
+    ),
+}
 
 
-def caught(program: Callable[[], Any]) -> BaseException | None:
-    """The error that a program raises."""
+# One faulty step, and a sound one after it
+
+
+def catch(program: Callable[[], Any]) -> BaseException | None:
+    """Returns the error that a program raises."""
     try:
         program()
     except BaseException as error:
@@ -198,149 +306,209 @@ def caught(program: Callable[[], Any]) -> BaseException | None:
     return None
 
 
-def faulty_step(axis: ps.Axis, rank: int, name: str, how: Arguments) -> Any:
-    """The axis's name, the error of a step that changes no state, and a sound step after it."""
-    arguments, fault = {**sound(rank), **how}, FAULTS[name]
+def run_faulty_step(axis: ps.Axis, rank: int, name: str, settings: Arguments) -> Any:
+    """Runs a step that changes no state; returns the axis's name, its error, a sound step."""
+    fault = FAULTS[name]
+    arguments = {**make_arguments(rank), **settings}
     if rank in fault.ranks:
         arguments |= fault.change(arguments)
     leaves = tree.leaves((arguments["params"], arguments["opt_state"]))
     before = tree.map(torch.clone, leaves)
-    error = caught(partial(step, axis, arguments))
+
+    error = catch(lambda: run_step(axis, arguments))
+
     assert_same(leaves, before)
-    return repr(axis), error, step(axis, {**sound(rank), **how})
+    return repr(axis), error, run_step(axis, {**make_arguments(rank), **settings})
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(str(rank) for rank in ranks)
+    return f"ranks {numbers}" if len(ranks) > 1 else f"rank {numbers}"
 
 
 def check_fault(name: str, results: Sequence[Any]) -> None:
-    """Every rank has raised the error of the table, and goes on with a sound step."""
-    fault, expected = FAULTS[name], uneven.alone()
+    """Checks that every rank raised its error of the table, and then took a sound step."""
+    fault = FAULTS[name]
+    sound_step = uneven_ranks.run_alone()
+    _, first_error, _ = results[0]
     for rank, (axis, error, next_step) in enumerate(results):
-        kind, text = fault.own if rank in fault.ranks else fault.others
-        assert type(error) is kind
-        assert text in str(error)
-        if kind is ps.RankError:
-            ranks = (
-                f"rank{'s' * (len(fault.ranks) > 1)} {', '.join(map(str, fault.ranks))}"
-            )
-            assert str(error).startswith(f"{ranks} of {axis} failed")
-        elif "disagree" in text:
-            assert str(error).startswith(f"the ranks of {axis} disagree")
-            assert str(error) == str(results[0][1])
-        assert_same(next_step, expected)
+        expected = fault.on_faulty if rank in fault.ranks else fault.on_others
+        assert type(error) is expected.error
+        message = str(error)
+        assert expected.text in message
+        if expected.error is ps.RankError:
+            assert message.startswith(f"{name_ranks(fault.ranks)} of {axis} failed")
+        elif "disagree" in expected.text:
+            assert message.startswith(f"the ranks of {axis} disagree")
+            assert message == str(first_error)
+        assert_same(next_step, sound_step)
 
 
 CASES: list[tuple[str, Arguments]] = [
     *itertools.product(FAULTS, [{}, {"donate": True}]),
     # The rank that fails joins the others' scatter.
-    *itertools.product(
-        ["first loss", "backward"], [{"gather": "step", "donate": True}]
-    ),
+    ("first loss", {"gather": "step", "donate": True}),
+    ("backward", {"gather": "step", "donate": True}),
 ]
 
 
 @pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
-@pytest.mark.parametrize(("name", "how"), CASES)
+@pytest.mark.parametrize(("name", "settings"), CASES)
 def test_faults_reach_every_rank(
-    ranks: Run, name: str, how: Arguments, bucket_bytes: int
+    ranks: Run, name: str, settings: Arguments, bucket_bytes: int
 ) -> None:
     """Nothing waits for a timeout."""
-    args = range(4), [name] * 4, [how] * 4
-    check_fault(name, ranks(faulty_step, *args, bucket_bytes=bucket_bytes))
+    args = (range(4), [name] * 4, [settings] * 4)
+    results = ranks(run_faulty_step, *args, bucket_bytes=bucket_bytes)
+    check_fault(name, results)
 
 
-def differs_on_one_rank(axis: Any, rank: int, what: str) -> tuple[str, Any]:
-    """Rank 2's optimizer raises, it evaluates, or has small buckets; and then a sound step."""
-    other, arguments = copy(axis), sound(rank)
-    if rank == BAD and what == "optimizer":
-        update = raising(SGD.update, 0)
-        arguments["optimizer"] = ps.optim.Optimizer(SGD.init, update)
-    elif rank == BAD and what == "bucket_bytes":
-        other.bucket_bytes = 8
-    act = partial(step, other, arguments)
-    if rank == BAD and what == "evaluation":
-        act = partial(
-            ps.make_eval_step(loss_fn, weight_fn=ones, axis=axis), params(), []
-        )
-    return str(caught(act)), step(axis, sound(rank))
+def run_with_other_optimizer(axis: ps.Axis) -> None:
+    """Steps with an optimizer that raises."""
+    update = fail_at_call(SGD.update, 0)
+    optimizer = ps.optim.Optimizer(SGD.init, update)
+    run_step(axis, {**make_arguments(FAILING_RANK), "optimizer": optimizer})
 
 
-@pytest.mark.parametrize("what", ["evaluation", "bucket_bytes", "optimizer"])
-def test_a_rank_that_calls_another_function_axis_or_optimizer(
-    ranks: Run, what: str
-) -> None:
-    """An optimizer fails on its rank alone."""
-    disagree = "disagree on.*ranks 0, 1, 3 with .*against rank 2 with "
-    for rank, (text, next_step) in enumerate(
-        ranks(differs_on_one_rank, range(4), [what] * 4)
-    ):
-        own = "θ ≠ θ" if rank == BAD else "^None$"
-        assert re.search(own if what == "optimizer" else disagree, text, re.S)
-        assert_same(next_step, uneven.alone())
+def run_with_other_buckets(axis: Any) -> None:
+    """Steps over an axis with small buckets."""
+    other = copy(axis)
+    other.bucket_bytes = 8
+    run_step(other, make_arguments(FAILING_RANK))
 
 
-def transformed(axis: ps.Axis, rank: int) -> str:
-    """A step inside a derivative."""
-    slope = torch.func.grad(lambda x: step(axis, sound(rank))[2].loss + x)
-    return str(caught(partial(slope, torch.tensor(1.0))))
+def run_evaluation(axis: ps.Axis) -> None:
+    ps.make_eval_step(loss_fn, weight_fn=weigh_by_one, axis=axis)(make_params(), [])
+
+
+OTHER_PROGRAMS: dict[str, Callable[[Any], None]] = {
+    "evaluation": run_evaluation,
+    "bucket_bytes": run_with_other_buckets,
+    "optimizer": run_with_other_optimizer,
+}
+
+
+def run_other_on_one_rank(axis: Any, rank: int, what: str) -> tuple[str, Any]:
+    """Runs a step, or on rank 2 the other program; and then a sound step."""
+    if rank == FAILING_RANK:
+        error = catch(lambda: OTHER_PROGRAMS[what](axis))
+    else:
+        error = catch(lambda: run_step(axis, make_arguments(rank)))
+    return str(error), run_step(axis, make_arguments(rank))
+
+
+@pytest.mark.parametrize("what", ["evaluation", "bucket_bytes"])
+def test_a_rank_that_calls_another_function_or_axis(ranks: Run, what: str) -> None:
+    pattern = "disagree on.*ranks 0, 1, 3 with .*against rank 2 with "
+    for text, next_step in ranks(run_other_on_one_rank, range(4), [what] * 4):
+        assert re.search(pattern, text, re.DOTALL)
+        assert_same(next_step, uneven_ranks.run_alone())
+
+
+def test_an_optimizer_fails_on_its_rank_alone(ranks: Run) -> None:
+    results = ranks(run_other_on_one_rank, range(4), ["optimizer"] * 4)
+    for rank, (text, next_step) in enumerate(results):
+        if rank == FAILING_RANK:
+            assert "θ ≠ θ" in text
+        else:
+            assert text == "None"
+        assert_same(next_step, uneven_ranks.run_alone())
+
+
+def differentiate_step(axis: ps.Axis, rank: int) -> str:
+    """Takes a step inside a derivative; returns the error."""
+
+    def loss_after_step(x: Tensor) -> Tensor:
+        *_, metrics = run_step(axis, make_arguments(rank))
+        return metrics.loss + x
+
+    slope = torch.func.grad(loss_after_step)
+    return str(catch(lambda: slope(torch.tensor(1.0))))
 
 
 def test_a_step_of_real_ranks_is_not_recorded(ranks: Run) -> None:
-    for text in ranks(transformed, range(4)):
+    for text in ranks(differentiate_step, range(4)):
         assert re.search("is not recorded.*ps.VmapAxis", text)
 
 
+# Counts that overflow
+
+
+class Weighed(NamedTuple):
+    """A rank's microbatches: the weight of the only token of each, and how many there are."""
+
+    weight: float
+    number: int
+
+
 OVERFLOWS = {
-    "integers to a negative number": [(2**53, 512), (2**53, 512), (0, 1), (0, 1)],
-    "integers to zero": [(2**53, 512)] * 4,
-    "integers to a positive number": [
-        (2**53, 512),
-        (2**53, 512),
-        (2**53, 512),
-        (2**53, 768),
+    "integers to a negative number": [
+        Weighed(2**53, 512),
+        Weighed(2**53, 512),
+        Weighed(0, 1),
+        Weighed(0, 1),
     ],
-    "integers beyond those that are exact": [(2**52, 1), (0, 1), (2**52, 1), (5, 1)],
-    "floats to infinity": [(1e308, 1)] * 4,
+    "integers to zero": [Weighed(2**53, 512)] * 4,
+    "integers to a positive number": [
+        Weighed(2**53, 512),
+        Weighed(2**53, 512),
+        Weighed(2**53, 512),
+        Weighed(2**53, 768),
+    ],
+    "integers beyond those that are exact": [
+        Weighed(2**52, 1),
+        Weighed(0, 1),
+        Weighed(2**52, 1),
+        Weighed(5, 1),
+    ],
+    "floats to infinity": [Weighed(1e308, 1)] * 4,
 }
-"""The weight of each microbatch's only token, and how many there are, on each rank."""
 
 
-def overflowing(
-    axis: ps.Axis, held: tuple[float, int], normalize: Any
-) -> tuple[str, Any]:
-    """A step and an evaluation whose count overflows, and then a sound step."""
-    weight, number = held
-    dtype = torch.float64 if isinstance(weight, float) else torch.int64
-    group, weights = [batch(1)] * number, torch.tensor([weight], dtype=dtype)
-    arguments = {**sound(0), "microbatches": group, "weight_fn": lambda _: weights}
-    error = caught(
-        partial(step, axis, {**arguments, "normalize": normalize, "donate": True})
-    )
-    assert_same(
-        (arguments["params"], arguments["opt_state"]), (params(), SGD.init(params()))
-    )
+def run_overflowing(
+    axis: ps.Axis, weighed: Weighed, normalize: Any
+) -> tuple[str, Tensor]:
+    """Runs a step and an evaluation whose count overflows, and then a sound step.
+
+    Returns the step's error and the count of the sound step.
+    """
+    dtype = torch.float64 if isinstance(weighed.weight, float) else torch.int64
+    weights = torch.tensor([weighed.weight], dtype=dtype)
+    group = [make_batch(1)] * weighed.number
+    arguments = make_arguments(0)
+    arguments["microbatches"] = group
+    arguments["weight_fn"] = lambda _: weights
+    arguments["normalize"] = normalize
+    arguments["donate"] = True
+
+    error = catch(lambda: run_step(axis, arguments))
+    assert_same(arguments["params"], make_params())
+    assert_same(arguments["opt_state"], SGD.init(make_params()))
+
     evaluate = ps.make_eval_step(loss_fn, weight_fn=lambda _: weights, axis=axis)
     with pytest.raises(ValueError, match="overflows"):
-        evaluate(params(), group)
-    return str(error), step(axis, {**sound(0), "microbatches": group[:1]})[2].num_tokens
+        evaluate(make_params(), group)
+
+    *_, metrics = run_step(axis, {**make_arguments(0), "microbatches": group[:1]})
+    return str(error), metrics.num_tokens
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize("case", OVERFLOWS)
 def test_counts_that_overflow_together(ranks: Run, case: str, normalize: str) -> None:
     """No rank's count is too large, and their sum is: an error on every rank."""
-    for text, count in ranks(overflowing, OVERFLOWS[case], [normalize] * 4):
+    results = ranks(run_overflowing, OVERFLOWS[case], [normalize] * 4)
+    for text, count in results:
         assert "num_tokens, the sum of all weights, overflows" in text
-        assert ("more than MAX_EXACT_INT=9007199254740992" in text) == (
-            "integers" in case
-        )
+        names_limit = "more than MAX_EXACT_INT=9007199254740992" in text
+        assert names_limit == ("integers" in case)
         assert count == 4
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
-@pytest.mark.parametrize("held", [(2**53, 1024), (1e308, 2)])
-def test_a_count_that_overflows_on_one_rank(
-    held: tuple[float, int], normalize: str
-) -> None:
-    text, count = overflowing(ps.LocalAxis(), held, normalize)
+@pytest.mark.parametrize("weighed", [Weighed(2**53, 1024), Weighed(1e308, 2)])
+def test_a_count_that_overflows_on_one_rank(weighed: Weighed, normalize: str) -> None:
+    text, count = run_overflowing(ps.LocalAxis(), weighed, normalize)
     assert "num_tokens, the sum of all weights, overflows" in text
     assert count == 1
 
@@ -348,61 +516,69 @@ def test_a_count_that_overflows_on_one_rank(
 # What only processes can do to each other
 
 
-def dies(rank: int, where: str) -> None:
-    """A sound step, and one in which rank 1 is killed."""
+def kill_this_process(_: Any) -> Any:
+    """Stands in for the error that is raised."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    arguments: Arguments = sound(BAD)
-    step(axis_of_all(), arguments)
-    kill = raises_at(where, 1, lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    step(axis_of_all(), arguments | (kill(arguments) if rank == 1 else {}))
+
+def run_and_die(rank: int, where: str) -> None:
+    """Takes a sound step, and one in which rank 1 is killed."""
+    arguments: Arguments = make_arguments(FAILING_RANK)
+    run_step(axis_of_all(), arguments)
+    if rank == 1:
+        kill = fail_in(where, 1, kill_this_process)
+        arguments |= kill(arguments)
+    run_step(axis_of_all(), arguments)
 
 
 @pytest.mark.parametrize("where", ["weight_fn", "loss_fn"])
 def test_a_rank_that_is_killed(where: str) -> None:
     """Before the first collective, and between microbatches: the others end before the timeout."""
     with World(3, timeout=30) as world:
-        first, killed, last = world.run(dies, [where] * 3)
+        first, killed, last = world.run(run_and_die, [where] * 3)
+
     assert isinstance(killed, DeadRankError)
     assert killed.args == (-signal.SIGKILL,)
-    died = r"MeshAxis\('dp', 3 ranks\) failed: most likely another rank has died"
+    pattern = (
+        r"MeshAxis\('dp', 3 ranks\) failed: most likely another rank has died"
+        r".*start again from the last checkpoint"
+    )
     for error in (first, last):
         assert type(error) is ps.RankError
-        assert re.search(
-            f"{died}.*start again from the last checkpoint", str(error), re.S
-        )
+        assert re.search(pattern, str(error), re.DOTALL)
 
 
 class UnpicklableError(RuntimeError):
-    """An error that holds what no other process can have, as those of torch 2.11's compiler do."""
+    """Holds what no other process can have, as errors of torch 2.11's compiler do."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, lambda: message)
 
 
-def raises_unpicklable(rank: int) -> None:
+def raise_unpicklable(rank: int) -> None:
     raise UnpicklableError(f"what went wrong on rank {rank}")
 
 
 def test_an_error_that_cannot_be_pickled_arrives_as_text() -> None:
     with World(1, timeout=30) as world:
-        (error,) = world.run(raises_unpicklable)
+        (error,) = world.run(raise_unpicklable)
+
     assert type(error) is RuntimeError
-    assert re.search(
-        "what went wrong on rank 0.*in raises_unpicklable", str(error), re.S
-    )
+    pattern = "what went wrong on rank 0.*in raise_unpicklable"
+    assert re.search(pattern, str(error), re.DOTALL)
 
 
-def impatient() -> ps.MeshAxis:
-    """An axis over all ranks, whose process group waits for two seconds."""
+def make_impatient_axis() -> ps.MeshAxis:
+    """Makes an axis over all ranks, whose process group waits for two seconds."""
     group = dist.new_group(timeout=timedelta(seconds=2))
-    return ps.MeshAxis(
-        DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), "dp"
-    )
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    return ps.MeshAxis(mesh, "dp")
 
 
-def fails_before_its_peer(rank: int) -> None:
-    """Rank 0 raises where rank 1 waits for it, inside the loss, in a different process group."""
-    axis, other = impatient(), impatient()
+def fail_before_the_peer(rank: int) -> None:
+    """Raises on rank 0, which rank 1 waits for inside the loss, in a different process group."""
+    axis = make_impatient_axis()
+    other = make_impatient_axis()
 
     def loss(params: Any, microbatch: Batch) -> Tensor:
         if rank == 0:
@@ -410,52 +586,56 @@ def fails_before_its_peer(rank: int) -> None:
         ps.all_gather(microbatch["x"], other)
         return loss_fn(params, microbatch)
 
-    step(axis, {**sound(0), "loss_fn": loss, "microbatches": [batch(4)]})
+    run_step(
+        axis, {**make_arguments(0), "loss_fn": loss, "microbatches": [make_batch(4)]}
+    )
 
 
 def test_a_rank_that_fails_while_a_peer_waits_for_it_elsewhere() -> None:
     """It waits for as long as its group allows, and raises its own error, as the peer does."""
     with World(2, timeout=30) as world:
-        first, peer = world.run(fails_before_its_peer)
-    assert (type(first), str(first)) == (ArithmeticError, "too soon")
+        first, peer = world.run(fail_before_the_peer)
+
+    assert type(first) is ArithmeticError
+    assert str(first) == "too soon"
     assert type(peer) is ps.RankError
     assert str(peer).startswith("a collective over MeshAxis('dp', 2 ranks) failed")
 
 
-def detached_on_one_rank(rank: int, microbatches: int) -> None:
-    """Its loss reaches no params, so it has no backward pass, in which all ranks would meet."""
-    axis = ps.MeshAxis(DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)), "dp")
+def detach_on_one_rank(rank: int, num_microbatches: int) -> None:
+    """Steps with a loss that reaches no params, so has no backward pass, in which all ranks meet."""
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    axis = ps.MeshAxis(mesh, "dp")
 
     def loss(p: Any, x: Tensor) -> Tensor:
         losses = (x @ ps.unshard(p["w"])).square()
         return losses.detach() if rank == 1 else losses
 
+    def weight_fn(x: Tensor) -> Tensor:
+        return torch.ones(len(x))
+
     sharded = ps.shard({"w": torch.ones(6)}, axis)
-    how: Any = {
-        "weight_fn": lambda x: torch.ones(len(x)),
-        "axis": axis,
-        "gather": "loss",
-    }
-    step = ps.make_update_step(loss, SGD, **how)
-    step(sharded, SGD.init(sharded), [torch.ones(2, 6)] * microbatches)
+    step = ps.make_update_step(loss, SGD, weight_fn=weight_fn, axis=axis, gather="loss")
+    step(sharded, SGD.init(sharded), [torch.ones(2, 6)] * num_microbatches)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
 def test_a_loss_that_gathers_and_reaches_no_params_raises_at_once(
-    microbatches: int,
+    num_microbatches: int,
 ) -> None:
     """With two microbatches, all ranks waited for the group's timeout."""
     with World(2, timeout=20, strict=False) as world:
-        peer, detached = world.run(detached_on_one_rank, [microbatches] * 2)
+        peer, detached = world.run(detach_on_one_rank, [num_microbatches] * 2)
+
     assert "do not depend on params" in str(detached)
     assert isinstance(peer, Exception)
 
 
-# What is left
+# What is left in memory
 
 
 def run_in_this_process(program: Callable[[ps.Axis], None], ranks: str) -> None:
-    """The program on one rank, on two threads, or on a process group of one."""
+    """Runs the program on one rank, on two threads, or on a process group of one."""
     if ranks == "local":
         program(ps.LocalAxis())
     elif ranks == "threads":
@@ -466,57 +646,68 @@ def run_in_this_process(program: Callable[[ps.Axis], None], ranks: str) -> None:
             program(axis_of_all())
 
 
-@pytest.mark.parametrize("ranks", ["local", "threads", "mesh"])
-@pytest.mark.parametrize("where", ["weights", "loss", "backward", "aux", "evaluation"])
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, ArithmeticError])
-def test_a_failed_step_keeps_nothing(
-    kind: type[BaseException], where: str, ranks: str
-) -> None:
-    """No garbage collector has to look for it."""
-    alive: list[weakref.ref[Tensor]] = []
+class FailingStep:
+    """A step that raises at one of its parts, and weak references to what it computed."""
 
-    def activation(x: Tensor) -> Tensor:
-        h = x.exp()
-        alive.append(weakref.ref(h))
-        return h
+    def __init__(self, where: str, error: Error) -> None:
+        self.where = where
+        self.error = error
+        self.computed: list[weakref.ref[Tensor]] = []
 
-    def fail_at(place: str, x: Tensor) -> None:
-        if where == place and len(x) == 2:
-            raise kind
+    def compute(self, x: Tensor) -> Tensor:
+        result = x.exp()
+        self.computed.append(weakref.ref(result))
+        return result
 
-    def weight_fn(microbatch: Batch) -> Tensor:
-        weights = activation(torch.zeros(len(microbatch["y"])))
-        fail_at("weights", weights)
+    def fail_at(self, part: str, x: Tensor) -> None:
+        """Raises in the second microbatch, which has two tokens."""
+        if self.where == part and len(x) == 2:
+            raise self.error
+
+    def weigh(self, microbatch: Batch) -> Tensor:
+        weights = self.compute(torch.zeros(len(microbatch["y"])))
+        self.fail_at("weights", weights)
         return weights
 
-    def loss(params: Any, microbatch: Batch) -> ps.LossOutput:
-        own = {**params, "w": activation(params["w"] * params["b"])}
-        losses = (broken_backward(kind) if where == "backward" else loss_fn)(
-            own, microbatch
-        )
-        fail_at("loss", losses)
-        fail_at("evaluation", losses)
-        aux = activation(losses.detach())
-        return ps.LossOutput(
-            losses, aux=aux.as_subclass(Unruly) if where == "aux" else aux.sum()
-        )
+    def loss(self, params: Any, microbatch: Batch) -> ps.LossOutput:
+        inner: Callable[[Any, Batch], Tensor] = loss_fn
+        if self.where == "backward":
+            inner = with_broken_backward(self.error)
+        w = self.compute(params["w"] * params["b"])
+        losses = inner({**params, "w": w}, microbatch)
+        self.fail_at("loss", losses)
+        self.fail_at("evaluation", losses)
 
-    def program(axis: ps.Axis) -> None:
-        how: Any = {"weight_fn": weight_fn, "axis": axis}
-        group = [batch(1), batch(2)]
-        if where == "evaluation":
-            ps.make_eval_step(loss, **how)(params(), group)
+        aux = self.compute(losses.detach())
+        if self.where == "aux":
+            return ps.LossOutput(losses, aux=aux.as_subclass(Unruly))
+        return ps.LossOutput(losses, aux=aux.sum())
+
+    def run(self, axis: ps.Axis) -> None:
+        settings: Any = {"weight_fn": self.weigh, "axis": axis}
+        group = [make_batch(1), make_batch(2)]
+        if self.where == "evaluation":
+            evaluate = ps.make_eval_step(self.loss, **settings)
+            evaluate(make_params(), group)
         else:
-            ps.make_update_step(loss, SGD, **how)(params(), SGD.init(params()), group)
-        raise kind
+            update_step = ps.make_update_step(self.loss, SGD, **settings)
+            update_step(make_params(), SGD.init(make_params()), group)
+        raise self.error
 
+
+@pytest.mark.parametrize("ranks", ["local", "threads", "mesh"])
+@pytest.mark.parametrize("where", ["weights", "loss", "backward", "aux", "evaluation"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
+def test_a_failed_step_keeps_nothing(error: Error, where: str, ranks: str) -> None:
+    """No garbage collector has to look for it."""
+    failing = FailingStep(where, error)
     gc.disable()
     try:
         for _ in range(2):
-            with contextlib.suppress(kind, ValueError):
-                run_in_this_process(program, ranks)
-        assert alive
-        assert not any(ref() is not None for ref in alive)
+            with contextlib.suppress(error, ValueError):
+                run_in_this_process(failing.run, ranks)
+        assert failing.computed
+        assert all(reference() is None for reference in failing.computed)
     finally:
         gc.enable()
 
@@ -525,105 +716,174 @@ def test_a_failed_step_keeps_nothing(
 
 
 class ReadsLater(ThreadAxis):
-    """Ranks that read what they hear as on a device: when all work is queued."""
+    """Ranks that read messages as on a device: when all work is queued."""
 
     @property
     def on_host(self) -> bool:
         return False
 
 
-def read_later(bad: Callable[[Arguments], Arguments]) -> list[Any]:
-    """What a step raises or returns on each rank, of which one is changed."""
+def run_and_read_later(change: Callable[[Arguments], Arguments]) -> list[Any]:
+    """Runs a step, changed on one rank; returns what it raises or returns on each."""
     axis = ReadsLater(4, bucket_bytes=8)
 
     def program(rank: int) -> Any:
-        arguments: Arguments = sound(rank)
-        arguments |= bad(arguments) if rank == BAD else {}
-        result: list[Any] = []
-        error = caught(lambda: result.extend(step(axis, arguments)))
-        return str(error) if error else tuple(result)
+        arguments: Arguments = make_arguments(rank)
+        if rank == FAILING_RANK:
+            arguments |= change(arguments)
+        try:
+            return tuple(run_step(axis, arguments))
+        except BaseException as error:
+            return str(error)
 
     return axis.map(program)(range(4))
 
 
 def test_a_step_that_is_read_later() -> None:
-    for rank, (*new, metrics) in enumerate(read_later(lambda _: {})):
-        assert_same(tuple(new), uneven.alone()[:2])
-        assert metrics.loss == uneven.alone()[2].loss
+    params, opt_state, expected = uneven_ranks.run_alone()
+    results = run_and_read_later(lambda _: {})
+    for rank, (*new, metrics) in enumerate(results):
+        has_microbatches = uneven_ranks.SHARES[rank] != []
+        dtype = torch.int64 if has_microbatches else torch.float64
+        assert_same(new, [params, opt_state])
+        assert metrics.loss == expected.loss
         assert metrics.num_tokens == 16
-        assert metrics.num_tokens.dtype == (
-            torch.int64 if uneven.SHARE[rank] else torch.float64
-        )
+        assert metrics.num_tokens.dtype == dtype
+
+
+class LateFault(NamedTuple):
+    """What one rank does differently, and words of the errors that it and the others get."""
+
+    change: Any
+    on_faulty: str
+    on_others: str
 
 
 FLOATS = "the weights of 1 ranks of ThreadAxis(4) are floats, those of 2 are integers"
 SETTINGS = "disagree on one of params, opt_state"
-LATER: dict[str, tuple[Any, str, str]] = {
-    "weights": (raises_at("weight_fn", 0), "θ ≠ θ", "rank 2 of "),
-    "loss": (raises_at("loss_fn", 0), "θ ≠ θ", "these ranks cannot meet"),
-    "settings": (lambda _: {"normalize": "grads"}, SETTINGS, SETTINGS),
-    "dtype of weights": (
-        lambda _: {"weight_fn": lambda m: ones(m) / 2},
-        FLOATS,
-        FLOATS,
+LATE_FAULTS = {
+    "weights": LateFault(
+        fail_in("weight_fn", 0),
+        on_faulty="θ ≠ θ",
+        on_others="rank 2 of ",
+    ),
+    "loss": LateFault(
+        fail_in("loss_fn", 0),
+        on_faulty="θ ≠ θ",
+        on_others="these ranks cannot meet",
+    ),
+    "settings": LateFault(
+        lambda _: {"normalize": "grads"},
+        on_faulty=SETTINGS,
+        on_others=SETTINGS,
+    ),
+    "dtype of weights": LateFault(
+        lambda _: {"weight_fn": lambda m: weigh_by_one(m) / 2},
+        on_faulty=FLOATS,
+        on_others=FLOATS,
     ),
 }
 
 
-@pytest.mark.parametrize("what", LATER)
+@pytest.mark.parametrize("what", LATE_FAULTS)
 def test_a_fault_that_is_read_later(what: str) -> None:
-    change, own, others = LATER[what]
-    for rank, text in enumerate(read_later(change)):
-        assert (own if rank == BAD else others) in text
+    fault = LATE_FAULTS[what]
+    for rank, text in enumerate(run_and_read_later(fault.change)):
+        expected = fault.on_faulty if rank == FAILING_RANK else fault.on_others
+        assert expected in text
 
 
 # Fingerprints, by which ranks compare trees
 
 PROGRAM = """
 import torch, optree, purestep as ps
-from purestep.sync.handshake import fingerprint
+from purestep.sync.handshake import Status, check_status, encode_status, fingerprint
 @optree.dataclasses.dataclass(namespace="purestep")
 class Layer:
     w: object
-    beside: object = optree.dataclasses.field(pytree_node=False, default=None)
+    static: object = optree.dataclasses.field(pytree_node=False, default=None)
 class Mine: pass
 def act(x): return x
 words = {"a", "bb", "ccc", "dddd"}
-beside = [words, act, lambda x: x, Mine(), torch.relu, torch.device("cuda", RANK), {Mine: words}]
-print(fingerprint("params", [Layer(torch.ones(2), each) for each in beside]).hash)
+statics = [words, act, lambda x: x, Mine(), torch.relu, torch.device("cuda", RANK), {Mine: words}]
+print(fingerprint("params", [Layer(torch.ones(2), static) for static in statics]).hash)
 """
 
 
 def test_fingerprints_are_the_same_in_every_process() -> None:
-    found = set()
+    fingerprints = set()
     for rank in range(2):
         command = [sys.executable, "-c", PROGRAM.replace("RANK", str(rank))]
         env = {**os.environ, "PYTHONHASHSEED": str(rank + 1)}
-        found.add(subprocess.check_output(command, env=env, timeout=60))
-    assert len(found) == 1
+        fingerprints.add(subprocess.check_output(command, env=env, timeout=60))
+    assert len(fingerprints) == 1
 
 
-def piece(
+def shard_of(
     length: int, *shape: int, axis: Any = ps.LocalAxis(), dim: int = 0
 ) -> ps.Shard:
-    """A piece of a tensor of this shape."""
+    """Makes a shard of a tensor of this shape."""
     return ps.Shard(torch.ones(length), axis, shape, dim)
 
 
-ONE, TWO = torch.ones(1), torch.ones(2)
+ONE = torch.ones(1)
+TWO = torch.ones(2)
 TREES: list[Any] = [
-    (), [], None, {"a": ()}, [ONE], (ONE,), [ONE.double()], [TWO], [torch.ones(1, 1)], [1], ["1"],
-    {"a": ONE, "b": TWO}, {"a": TWO, "b": ONE}, {"a": {"b": ONE}}, [piece(1, 1)], [piece(1, 2)],
-    [piece(1, 1, 2)], [piece(1, 1, 2, dim=1)], [piece(1, 1, axis=ps.VmapAxis(2))],
-]  # fmt: skip
+    (),
+    [],
+    None,
+    {"a": ()},
+    [ONE],
+    (ONE,),
+    [ONE.double()],
+    [TWO],
+    [torch.ones(1, 1)],
+    [1],
+    ["1"],
+    {"a": ONE, "b": TWO},
+    {"a": TWO, "b": ONE},
+    {"a": {"b": ONE}},
+    [shard_of(1, 1)],
+    [shard_of(1, 2)],
+    [shard_of(1, 1, 2)],
+    [shard_of(1, 1, 2, dim=1)],
+]
+OVER_VMAP = [shard_of(1, 1, axis=ps.VmapAxis(2))]
 
 
 def test_fingerprints_differ_where_trees_do() -> None:
-    assert len({fingerprint("x", each).hash for each in TREES}) == len(TREES)
-    again = [tree.map(lambda leaf: leaf, each) for each in TREES[:-1]]
-    assert [fingerprint("x", each) for each in again] == [
-        fingerprint("x", x) for x in TREES[:-1]
-    ]
-    assert fingerprint("x", piece(2, 3)) == fingerprint("x", piece(1, 3)), (
-        "pieces of one tensor"
-    )
+    trees = [*TREES, OVER_VMAP]
+    fingerprints = {fingerprint("x", t).hash for t in trees}
+    assert len(fingerprints) == len(trees)
+
+
+def test_fingerprints_of_equal_trees_are_equal() -> None:
+    for tree_of_tensors in TREES:
+        same = tree.map(lambda leaf: leaf, tree_of_tensors)
+        assert fingerprint("x", same) == fingerprint("x", tree_of_tensors)
+
+
+def test_fingerprints_of_shards_of_one_tensor_are_equal() -> None:
+    assert fingerprint("x", shard_of(2, 3)) == fingerprint("x", shard_of(1, 3))
+
+
+class SixRanks:
+    """An axis of which only the size matters."""
+
+    size = 6
+    rank = 0
+    on_host = True
+    device = torch.device("cpu")
+
+
+@pytest.mark.parametrize("number", [2**25 - 1, 2**25 - 3])
+def test_large_fingerprints_are_compared_exactly(number: int) -> None:
+    """The square of six times one is beyond the integers that float64 holds."""
+    axis: Any = SixRanks()
+    message = encode_status(axis, holds_microbatches=True, fingerprint=number)
+    equal = Status(*(6 * message).tolist())
+    check_status(axis, equal, {}, num_ranks=6, can_ask=False)
+    other = encode_status(axis, holds_microbatches=True, fingerprint=number - 1)
+    unequal = Status(*(5 * message + other).tolist())
+    with pytest.raises(ValueError, match="disagree"):
+        check_status(axis, unequal, {}, num_ranks=6, can_ask=False)

@@ -1,6 +1,7 @@
-"""Steps on params in pieces that gather once, for each microbatch, or in the loss: beside T12.
+"""Tests steps on sharded params that are gathered once, for each microbatch, or in the loss.
 
-Losses that gather differently, figures of memory, and what other people's losses and optimizers do.
+T12 compares their numbers. Here stand losses whose ranks gather differently, losses and optimizers
+of other people, and how much memory is alive.
 """
 
 import gc
@@ -12,13 +13,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import purestep as ps
 from proofs.strategies import assert_same
 from purestep import tree
 from purestep.testing import ThreadAxis
 from purestep.types import Gather
-from tests.layers import ADAMW, GATHERS, network, of_pieces, of_whole, ones, rows
+from tests.layer_stack import (
+    ADAMW,
+    GATHERS,
+    loss_of_full,
+    loss_of_shards,
+    make_layers,
+    make_rows,
+    weigh_ones,
+)
 from tests.memory import LiveBytes
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,110 +42,140 @@ def step_on(
     params: Any,
     group: Sequence[Any],
     optimizer: Any = SGD,
-    **how: Any,
+    **settings: Any,
 ) -> Any:
-    """The whole params after a step, and its metrics."""
-    how = {"weight_fn": ones, "axis": axis, **how}
-    step: Any = ps.make_update_step(loss_fn, optimizer, **how)
-    new, _, metrics = step(params, optimizer.init(params), group)
+    """Takes a step, and returns the full params and the metrics."""
+    settings = {"weight_fn": weigh_ones, "axis": axis, **settings}
+    step: Any = ps.make_update_step(loss_fn, optimizer, **settings)
+    state = optimizer.init(params)
+    new, _, metrics = step(params, state, group)
     return ps.unshard(new), metrics
 
 
-# Who gathers what
+# Ranks that gather differently
 
 
 def test_a_loss_that_gathers_wants_equally_many_microbatches() -> None:
-    """Refused on all ranks before any of them gathers."""
+    """Refuses other numbers on all ranks before any of them gathers."""
     axis = ThreadAxis(2)
-
-    message = r"disagree on the number of microbatches, each of which gathers params \(add some of "
-    message += r"weight zero\).*rank 0 with .*'1'.* against rank 1 with .*'2'"
+    message = (
+        r"disagree on the number of microbatches, each of which gathers params "
+        r"\(add some of weight zero\)"
+        r".*rank 0 with .*'1'.* against rank 1 with .*'2'"
+    )
 
     def program(rank: int) -> None:
-        params = ps.shard(network(2), axis)
+        params = ps.shard(make_layers(2), axis)
+        group = [make_rows(2)] * (1 + rank)
         with pytest.raises(ValueError, match=message):
-            step_on(axis, of_pieces, params, [rows(2)] * (1 + rank), gather="loss")
+            step_on(axis, loss_of_shards, params, group, gather="loss")
 
     axis.map(program)(range(2))
 
 
-WAYS: dict[str, tuple[type[Exception], str]] = {
+FAULTS: dict[str, tuple[type[Exception], str]] = {
     "fails": (ArithmeticError, "rank 1 has returned"),
     "gathers less": (ps.RankError, "these ranks cannot meet"),
     "does not use it": (ps.RankError, "these ranks cannot meet"),
 }
+"""What rank 1 does, the error on this rank, and its text on all ranks."""
 
 
-@pytest.mark.parametrize("what", WAYS)
-def test_a_rank_that_gathers_less_than_the_others_is_an_error(what: str) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_gathers_less_than_the_others_is_an_error(fault: str) -> None:
     """No rank updates anything: its next collective is not that of the others, or there is none."""
-    axis, (own, text) = ThreadAxis(3), WAYS[what]
+    axis = ThreadAxis(3)
+    error_of_rank_1, text = FAULTS[fault]
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
-        other, (first, second) = axis.rank == 1, params
-        if other and what == "gathers less":
-            return x.sum(-1) * ps.unshard(first).sum()
-        x, w = x @ ps.unshard(first), ps.unshard(second)
-        if other and what == "fails":
+        first, second = params
+        faulty = axis.rank == 1
+        if faulty and fault == "gathers less":
+            w = ps.unshard(first)
+            return x.sum(-1) * w.sum()
+        x = x @ ps.unshard(first)
+        w = ps.unshard(second)
+        if faulty and fault == "fails":
             raise ArithmeticError("rank 1 has returned")
-        return x.sum(-1) + w.detach().sum() if other else (x @ w).sum(-1)
+        if faulty:
+            return x.sum(-1) + w.detach().sum()
+        return (x @ w).sum(-1)
 
     def program(rank: int) -> None:
-        params = ps.shard(network(2), axis)
-        with pytest.raises(own if rank == 1 else ps.RankError, match=text):
-            step_on(axis, loss_fn, params, [rows(2)], gather="loss")
+        params = ps.shard(make_layers(2), axis)
+        error = error_of_rank_1 if rank == 1 else ps.RankError
+        with pytest.raises(error, match=text):
+            step_on(axis, loss_fn, params, [make_rows(2)], gather="loss")
 
     axis.map(program)(range(3))
 
 
 def test_pieces_that_fit_on_one_rank_alone() -> None:
-    """Those of ``tensor_split``: the others refuse theirs, and it does not wait."""
+    """Refuses shards cut by ``tensor_split`` on ranks 1 to 3, for which rank 0 does not wait."""
     axis = ThreadAxis(4)
 
-    def unsharded(rank: int) -> None:
-        piece = torch.tensor_split(torch.arange(9.0), 4)[rank].clone()
-        kind, text = (
-            (ValueError, "has shape") if rank else (ps.RankError, "cannot meet")
-        )
-        with pytest.raises(kind, match=text):
-            ps.unshard(ps.Shard(piece, axis, (9,)))
+    def program(rank: int) -> None:
+        parts = torch.tensor_split(torch.arange(9.0), 4)
+        local = parts[rank].clone()
+        error: type[Exception] = ValueError
+        message = "has shape"
+        if rank == 0:
+            error = ps.RankError
+            message = "cannot meet"
+        with pytest.raises(error, match=message):
+            ps.unshard(ps.Shard(local, axis, (9,)))
 
-    axis.map(unsharded)(range(4))
+    axis.map(program)(range(4))
 
 
 # Losses of other people
 
 
 def experts(params: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Each row goes to one of three experts, all of which are gathered."""
-    every, pairs = (
-        ps.unshard(params),
-        zip(batch["x"], batch["expert"].tolist(), strict=True),
-    )
-    return torch.stack([(x @ every[number]).square().sum() for x, number in pairs])
+    """Sends each row to one of three experts, all of which are gathered."""
+    matrices = ps.unshard(params)
+    numbers = batch["expert"].tolist()
+    losses = [
+        (x @ matrices[number]).square().sum()
+        for x, number in zip(batch["x"], numbers, strict=True)
+    ]
+    return torch.stack(losses)
 
 
 @pytest.mark.parametrize("gather", GATHERS)
 def test_a_mixture_of_experts(gather: Gather) -> None:
-    """Each rank's rows go to different experts; one rank has weights of zero."""
-    axis, how = ThreadAxis(3), {"weight_fn": lambda m: m["w"], "gather": gather}
-    groups = [
-        [
-            {
-                "x": rows(2, seed),
-                "expert": torch.tensor(places),
-                "w": torch.full((2,), seed > 0),
-            }
-        ]
-        for seed, places in enumerate([[1, 1], [0, 0], [2, 1]])
+    """Sends each rank's rows to different experts; one rank has weights of zero."""
+    axis = ThreadAxis(3)
+
+    def microbatch(rank: int, numbers: list[int]) -> dict[str, Tensor]:
+        return {
+            "x": make_rows(2, seed=rank),
+            "expert": torch.tensor(numbers),
+            "w": torch.full((2,), rank > 0),
+        }
+
+    microbatches = [
+        microbatch(0, [1, 1]),
+        microbatch(1, [0, 0]),
+        microbatch(2, [2, 1]),
     ]
 
     def program(axis: ps.Axis, group: Any) -> Any:
-        new, metrics = step_on(axis, experts, ps.shard(network(3), axis), group, **how)
+        params = ps.shard(make_layers(3), axis)
+        new, metrics = step_on(
+            axis,
+            experts,
+            params,
+            group,
+            weight_fn=lambda m: m["w"],
+            gather=gather,
+        )
         return new, metrics.loss
 
-    expected = program(ps.LocalAxis(), [x for (x,) in groups])
-    assert_same(axis.map(partial(program, axis))(groups), [expected] * 3)
+    expected = program(ps.LocalAxis(), microbatches)
+    groups = [[microbatch] for microbatch in microbatches]
+    actual = axis.map(partial(program, axis))(groups)
+    assert_same(actual, [expected] * 3)
 
 
 @pytest.mark.parametrize("gather", GATHERS)
@@ -143,100 +183,131 @@ def test_sums_over_ranks_are_not_rounded_to_params(gather: Gather) -> None:
     """257 is none of bfloat16's numbers, nor 2^24 + 1 one of float32's."""
     axis = ThreadAxis(2)
 
-    def norm(slope: float, dtype: torch.dtype, accum_dtype: Any) -> float:
-        how: Any = {"normalize": "grads", "gather": gather, "accum_dtype": accum_dtype}
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return ps.unshard(p) * x
+
+    def twice_the_norm(slope: float, dtype: torch.dtype, accum_dtype: Any) -> float:
         params = ps.shard(torch.zeros(1, dtype=dtype), axis)
-        group = [torch.tensor([slope])]
-        metrics = step_on(axis, lambda p, x: ps.unshard(p) * x, params, group, **how)[1]
+        _, metrics = step_on(
+            axis,
+            loss_fn,
+            params,
+            [torch.tensor([slope])],
+            normalize="grads",
+            gather=gather,
+            accum_dtype=accum_dtype,
+        )
         return float(metrics.grad_norm * 2)
 
-    assert axis.map(norm)([256.0, 1.0], [torch.bfloat16] * 2, [None] * 2) == [257.0] * 2
-    args = [2.0**24, 1.0], [torch.float32] * 2, [torch.float64] * 2
-    assert axis.map(norm)(*args) == [2.0**24 + 1] * 2
+    def on_ranks(slopes: list[float], dtype: torch.dtype, accum_dtype: Any) -> Any:
+        return axis.map(twice_the_norm)(slopes, [dtype] * 2, [accum_dtype] * 2)
+
+    halves = on_ranks([256.0, 1.0], torch.bfloat16, None)
+    assert halves == [257.0] * 2
+    singles = on_ranks([2.0**24, 1.0], torch.float32, torch.float64)
+    assert singles == [2.0**24 + 1] * 2
 
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("gather", GATHERS)
 def test_sparse_gradients(gather: Gather, sharded: bool) -> None:
-    axis, whole = ThreadAxis(2), torch.arange(12.0).view(6, 2)
+    axis = ThreadAxis(2)
+    table = torch.arange(12.0).view(6, 2)
 
     def loss_fn(w: Any, x: Tensor) -> Tensor:
-        found = torch.nn.functional.embedding(x, ps.unshard(w), sparse=True)
-        return found.square().sum(-1)
+        vectors = functional.embedding(x, ps.unshard(w), sparse=True)
+        return vectors.square().sum(-1)
 
     def program(x: list[int]) -> Any:
-        w = ps.shard(whole, axis) if sharded else whole
-        return step_on(axis, loss_fn, w, [torch.tensor(x)], gather=gather)[0]
+        w = ps.shard(table, axis) if sharded else table
+        group = [torch.tensor(x)]
+        new, _ = step_on(axis, loss_fn, w, group, gather=gather)
+        return new
 
-    expected = whole - 0.5 * 2 * whole * torch.tensor([2, 3, 1, 1, 0, 1.0])[:, None] / 8
-    assert_same(axis.map(program)([[0, 1, 1, 5], [2, 1, 3, 0]]), [expected] * 2)
+    # Eight tokens in all, of which so many have each row of the table.
+    counts = torch.tensor([2, 3, 1, 1, 0, 1.0])[:, None]
+    expected = table - 0.5 * 2 * table * counts / 8
+    actual = axis.map(program)([[0, 1, 1, 5], [2, 1, 3, 0]])
+    assert_same(actual, [expected] * 2)
 
 
 def test_the_state_of_others_in_pieces_and_whole_again() -> None:
-    """What ``from_torch`` keeps for a param is a node with tensors of the piece's shape, and counts."""
-    axis, whole = ThreadAxis(2), {"w": torch.arange(5.0), "b": torch.tensor(1.0)}
+    """Shards the state of ``from_torch``, a node of tensors of the shard's shape and of counts."""
+    axis = ThreadAxis(2)
+    full = {"w": torch.arange(5.0), "b": torch.tensor(1.0)}
     optimizer = ps.optim.from_torch(torch.optim.RMSprop, lr=0.1)
 
     def update(params: Any) -> Any:
-        return optimizer.update(
-            tree.map(torch.ones_like, params), optimizer.init(params), params
-        )
+        grads = tree.map(torch.ones_like, params)
+        state = optimizer.init(params)
+        return optimizer.update(grads, state, params)
 
     def program(_: int) -> Any:
-        params = ps.shard(whole, axis)
-        assert params["b"] is not whole["b"]  # A donated step would write to it.
+        params = ps.shard(full, axis)
+        assert params["b"] is not full["b"]  # A donated step would write to it.
         return ps.unshard(update(params))
 
-    assert_same(axis.map(program)(range(2)), [update(whole)] * 2)
+    actual = axis.map(program)(range(2))
+    assert_same(actual, [update(full)] * 2)
 
 
 # Memory
 
 
 def test_one_layer_is_whole_at_a_time() -> None:
-    """Sixteen layers more take the sums of their gradients and their inputs, and no whole layer.
+    """Sixteen layers more hold the sums of their gradients and their inputs, and no full layer.
 
-    Measured on one rank, whose pieces are whole.
+    Measured on one rank, whose shards are full tensors.
     """
-    width, more = 128, 16
-    of_layer = 8 * width * width
+    width = 128
+    more = 16
+    layer_bytes = 8 * width * width
 
-    def peak(layers: int) -> int:
-        axis, x = ThreadAxis(1), torch.ones(1, width).double()
-        how: Any = {"weight_fn": ones, "axis": axis, "gather": "loss", "donate": True}
-        step = ps.make_update_step(of_pieces, SGD, **how)
+    def measure_peak(layers: int) -> int:
+        axis = ThreadAxis(1)
+        x = torch.ones(1, width).double()
+        step = ps.make_update_step(
+            loss_of_shards,
+            SGD,
+            weight_fn=weigh_ones,
+            axis=axis,
+            gather="loss",
+            donate=True,
+        )
 
         def program(_: int) -> int:
-            params = ps.shard(network(layers, width), axis)
+            params = ps.shard(make_layers(layers, width), axis)
             state = SGD.init(params)
             with LiveBytes() as live:
                 step(params, state, [x, x])
             return live.peak
 
-        return int(axis.map(program)(range(1))[0])
+        (peak,) = axis.map(program)(range(1))
+        return int(peak)
 
-    assert more * of_layer <= peak(4 + more) - peak(4) < 1.05 * more * of_layer
+    difference = measure_peak(4 + more) - measure_peak(4)
+    assert more * layer_bytes <= difference < 1.05 * more * layer_bytes
 
 
 @pytest.mark.parametrize("gather", GATHERS)
 def test_nothing_waits_for_the_garbage_collector(gather: Gather) -> None:
-    """Whole tensors and sums are gone when the step has returned."""
+    """Frees full tensors and sums by the time the step returns."""
     axis = ThreadAxis(2)
-    wholes: list[list[Any]] = [[], []]
+    gathered: list[list[Any]] = [[], []]
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         layers = ps.unshard(params)
-        wholes[axis.rank] += map(weakref.ref, layers)
-        return of_whole(layers, x)
+        gathered[axis.rank] += [weakref.ref(layer) for layer in layers]
+        return loss_of_full(layers, x)
 
-    def program(rank: int) -> int:
-        params = ps.shard(network(3), axis)
-        step_on(axis, loss_fn, params, [rows(2)] * 2, ADAMW, gather=gather)
-        return sum(each() is not None for each in wholes[rank])
+    def count_alive(rank: int) -> int:
+        params = ps.shard(make_layers(3), axis)
+        step_on(axis, loss_fn, params, [make_rows(2)] * 2, ADAMW, gather=gather)
+        return sum(layer() is not None for layer in gathered[rank])
 
-    axis.map(program)(range(2))
+    axis.map(count_alive)(range(2))
     gc.disable()
     try:
-        assert axis.map(program)(range(2)) == [0, 0]
+        assert axis.map(count_alive)(range(2)) == [0, 0]
     finally:
         gc.enable()

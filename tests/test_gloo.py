@@ -1,4 +1,7 @@
-"""gloo's two workers share a string: what purestep asks of it keeps to names that cannot hurt."""
+"""Tests that purestep calls only collectives of gloo with short names.
+
+gloo's two workers share a string, which longer names corrupt.
+"""
 
 import os
 import subprocess
@@ -10,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
 import purestep as ps
-from tests.held_by_ranks import group_of_one
+from tests.sharded_checkpoints import group_of_one
 
 SAFE = {
     "c10d::allreduce_",
@@ -37,32 +40,49 @@ dist.destroy_process_group()
 """
 
 
+def loss_of_full(params: Any, x: torch.Tensor) -> torch.Tensor:
+    product = x @ params["w"].T + params["b"]
+    return product.sum(-1)
+
+
+def loss_of_sharded(params: Any, x: torch.Tensor) -> torch.Tensor:
+    return loss_of_full(ps.unshard(params), x)
+
+
+def run_steps() -> None:
+    """Runs a step of sharded params, in each way to gather them, and of full ones."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    axis = ps.MeshAxis(mesh, "dp")
+    sgd = ps.optim.sgd(0.1)
+    full = {"w": torch.ones(4, 3), "b": torch.ones(4)}
+    sharded = ps.shard(full, axis)
+    group = [torch.ones(2, 3), torch.ones(2, 3)]
+
+    def run_step(params: Any, gather: Any, loss_fn: Any = loss_of_full) -> None:
+        step = ps.make_update_step(
+            loss_fn,
+            sgd,
+            weight_fn=lambda x: torch.ones(len(x)),
+            axis=axis,
+            gather=gather,
+        )
+        step(params, sgd.init(params), group)
+
+    run_step(sharded, "step")
+    run_step(full, "step")
+    run_step(sharded, "microbatch")
+    run_step(full, "microbatch")
+    run_step(sharded, "loss", loss_of_sharded)
+
+
 def test_the_names_of_collectives_are_short() -> None:
-    """Of an update over sharded params, in each way to gather them, and of one without."""
-    with group_of_one():
-        axis = ps.MeshAxis(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), "dp")
-        sgd, whole = ps.optim.sgd(0.1), {"w": torch.ones(4, 3), "b": torch.ones(4)}
-        group = [torch.ones(2, 3)] * 2
+    with group_of_one(), profile() as profiler:
+        run_steps()
 
-        def loss_of(p: Any, x: torch.Tensor) -> torch.Tensor:
-            return (x @ p["w"].T + p["b"]).sum(-1)
-
-        def unsharded_loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-            return loss_of(ps.unshard(p), x)
-
-        with profile() as prof:
-            for gather in ("step", "microbatch", "loss"):
-                how: Any = {"weight_fn": lambda x: torch.ones(len(x)), "axis": axis}
-                loss_fn = unsharded_loss if gather == "loss" else loss_of
-                step = ps.make_update_step(loss_fn, sgd, gather=gather, **how)
-                for params in (ps.shard(whole, axis), whole):
-                    if gather != "loss" or params is not whole:
-                        step(params, sgd.init(params), group)
-    names = {
-        event.key for event in prof.key_averages() if event.key.startswith("c10d::")
-    }
-    assert "c10d::_allgather_base_" in names
-    assert names <= SAFE
+    names = {event.key for event in profiler.key_averages()}
+    collectives = {name for name in names if name.startswith("c10d::")}
+    assert "c10d::_allgather_base_" in collectives
+    assert collectives <= SAFE
 
 
 def test_many_gathers_in_flight() -> None:

@@ -1,7 +1,8 @@
-"""``benchmarks.gpu`` at tiny sizes: it runs right, and whatever stops it leaves what it has."""
+"""Tests ``benchmarks.gpu`` at tiny sizes: it runs, and keeps its results if it is stopped."""
 
 import importlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,29 @@ def test_every_section_has_a_function_and_a_limit() -> None:
         assert callable(getattr(module, f"run_{section.name}"))
         assert (section.turn > 0) == (section.phase == "prepared")
     assert select_sections("") == SECTIONS
-    with pytest.raises(ValueError, match="no sections are called \\['glo'\\]"):
+    with pytest.raises(ValueError, match=r"no sections are called \['glo'\]"):
         select_sections("glo")
 
 
 def test_correctness_always_fits_and_jax_is_dropped_first() -> None:
-    """If each section takes all of its time, what comes first still has its limit."""
-    spent, dropped = 0.0, []
+    """If each section takes all of its time, the first ones still have their limits."""
     total = schedule.TOTAL_SECONDS
     side_by_side = [s for s in SECTIONS if s.phase in ("together", "prepared")]
-    spent += SECTIONS[0].limit + max(section.limit for section in side_by_side)
+    longest = max(section.limit for section in side_by_side)
+    spent = SECTIONS[0].limit + longest
     assert spent < total - schedule.LEAST_SECONDS
+    dropped = []
     for section in SECTIONS:
-        wanted = {"alone": section.limit, "prepared": section.turn}.get(section.phase)
-        if wanted is not None:
-            limit = time_limit(wanted, spent, total)
-            spent += limit or 0.0
-            dropped += [section.name] * (limit is None)
+        if section.phase == "alone":
+            limit = time_limit(section.limit, spent, total)
+        elif section.phase == "prepared":
+            limit = time_limit(section.turn, spent, total)
+        else:
+            continue
+        if limit is None:
+            dropped.append(section.name)
+        else:
+            spent += limit
     assert dropped[-1] == SECTIONS[-1].name == "jax"
     assert "gpt" not in dropped
     # The script ends it later than it ends itself.
@@ -66,13 +73,14 @@ def test_a_tiny_section_has_no_errors(section: str) -> None:
 
 
 def test_no_setting_waits_for_lazy_tensors() -> None:
-    """The section that counts waits, on a device for which the host can wait."""
+    """Runs the section that counts waits, on a device for which the host can wait."""
     run = Run("waits", device="lazy", tiny=True)
     program.call_section(run)
     assert not find_errors(run.entries)
     steps = run.entries["steps"]
     assert len(steps) > 20
-    assert [name for name, values in steps.items() if values["waits"]] == ["from_torch"]
+    waiting = [name for name, values in steps.items() if values["waits"]]
+    assert waiting == ["from_torch"]
 
 
 def test_the_program_runs_each_phase(tmp_path: Path) -> None:
@@ -102,7 +110,7 @@ def test_a_machine_without_a_card_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_section_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    """And the next one runs."""
+    """The next one runs."""
     settings = Settings("cpu", True, tmp_path)
     orchestrator = Orchestrator(
         settings, tmp_path / "out", seconds=300.0, jobs=1, slowness=1.0
@@ -114,18 +122,15 @@ def test_a_section_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 
 def test_errors_broken_claims_and_fallbacks_are_entries(tmp_path: Path) -> None:
-    """They are on the disk at once, beside what came before them."""
+    """They are on the disk at once, with the entries before them."""
     run = Run("env", folder=tmp_path)
     with run.attempt("a"):
         run.add("a", ms=1.0)
         raise RuntimeError("broken")
     run.check("b", holds=True, same_bits=False)
     with run.attempt("c"):
-        import warnings
-
-        warnings.warn(
-            "compile=True: torch.compile cannot make one graph of f", stacklevel=1
-        )
+        message = "compile=True: torch.compile cannot make one graph of f"
+        warnings.warn(message, stacklevel=1)
     assert not run.has_time(1e9, "d")
     entries = json.loads((tmp_path / "env.json").read_text())
     assert entries["a"]["ms"] == 1.0
@@ -158,18 +163,24 @@ def test_outcomes_are_read_from_a_log_that_may_end_anywhere() -> None:
 
 
 def test_the_table_takes_whatever_there_is() -> None:
-    """Nothing, parts, errors, and ratios to the loop by hand."""
+    """No results, parts of them, errors, and ratios to the loop by hand."""
     results: dict[str, Any] = {
         "device": "cuda",
         "env": {"gpu": "NVIDIA H100", "torch": "2.11.0"},
     }
     assert "NVIDIA H100, torch 2.11.0" in make_table(results)
-    numbers = {
+    by_hand = {
         "K=1": {"ms": 2.0, "host_ms": 1.0, "peak_mib": 10.0},
         "error": "later | broken",
     }
-    faster = {"K=1": {"ms": 1.0, "host_ms": 0.5, "peak_mib": 5.0}, "first_seconds": 1.0}
-    results["gpt"] = {"seconds": 3.0, "ways": {"by hand": numbers, "purestep": faster}}
+    purestep = {
+        "K=1": {"ms": 1.0, "host_ms": 0.5, "peak_mib": 5.0},
+        "first_seconds": 1.0,
+    }
+    results["gpt"] = {
+        "seconds": 3.0,
+        "ways": {"by hand": by_hand, "purestep": purestep},
+    }
     results["mlp"] = {"K=1": {"by hand": {"error": "x"}}, "error": "y"}
     results["jax"] = {"K=1": {"attention by xla": {"ms": 1.5, "tokens_per_s": 7}}}
     results["theorems"] = {"tests": 2, "passed": 1, "error": "z"}

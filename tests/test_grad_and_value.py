@@ -1,4 +1,4 @@
-"""``grad_and_value``: gradients of scalars, by any argument, of any tree."""
+"""Tests ``grad_and_value``: gradients of scalars, by any argument, of any tree."""
 
 from typing import Any
 
@@ -10,45 +10,82 @@ from torch import Tensor
 import purestep as ps
 from purestep import tree
 
-REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
-    (r"with has_aux=False it returned shape \(3,\)", lambda x: x, {}),
-    ("with has_aux=False it returned tuple", lambda x: (x.sum(), x), {}),
-    (r"with has_aux=True it returned shape \(\)", lambda x: x.sum(), {"has_aux": True}),
-    ("argnums=1 needs more than the 1 arguments", lambda x: x.sum(), {"argnums": 1}),
+REFUSED: list[dict[str, Any]] = [
+    {
+        "function": lambda x: x,
+        "settings": {},
+        "message": r"with has_aux=False it returned shape \(3,\)",
+    },
+    {
+        "function": lambda x: (x.sum(), x),
+        "settings": {},
+        "message": "with has_aux=False it returned tuple",
+    },
+    {
+        "function": lambda x: x.sum(),
+        "settings": {"has_aux": True},
+        "message": r"with has_aux=True it returned shape \(\)",
+    },
+    {
+        "function": lambda x: x.sum(),
+        "settings": {"argnums": 1},
+        "message": "argnums=1 needs more than the 1 arguments",
+    },
 ]
 
 
-@pytest.mark.parametrize(("message", "function", "settings"), REFUSED)
-def test_refused(message: str, function: Any, settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=message):
-        ps.grad_and_value(function, **settings)(torch.ones(3))
+@pytest.mark.parametrize("case", REFUSED)
+def test_grad_and_value_refuses(case: dict[str, Any]) -> None:
+    transformed = ps.grad_and_value(case["function"], **case["settings"])
+    with pytest.raises(ValueError, match=case["message"]):
+        transformed(torch.ones(3))
 
 
 def test_argnums() -> None:
-    x, y = torch.tensor(2.0), torch.tensor(3.0)
-    assert ps.grad_and_value(lambda x, y: x * y * y, argnums=-1)(x, y)[0] == 12
-    assert ps.grad_and_value(lambda x, y: x * y * y, argnums=(1, 0))(x, y)[0] == (12, 9)
+    x = torch.tensor(2.0)
+    y = torch.tensor(3.0)
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return x * y * y
+
+    last, _ = ps.grad_and_value(function, argnums=-1)(x, y)
+    both, _ = ps.grad_and_value(function, argnums=(1, 0))(x, y)
+
+    assert last == 12
+    assert both == (12, 9)
 
 
 def energy(w: Tensor, x: Tensor) -> Tensor:
-    return (w * x).sin().sum() + (w * x).square().prod()
+    product = w * x
+    return product.sin().sum() + product.square().prod()
+
+
+def run_in_a_loss(grad_and_value: Any, w: Tensor, x: Tensor) -> list[Tensor]:
+    """Runs it in the loss of a step, in a function that it differentiates, and alone."""
+    sgd = ps.optim.sgd(1.0)
+
+    def squared_forces(w: Tensor, x: Tensor) -> Tensor:
+        forces: Tensor
+        forces, _ = grad_and_value(lambda x: energy(w, x))(x)
+        return forces**2
+
+    step = ps.make_update_step(squared_forces, sgd, weight_fn=torch.ones_like)
+    new_w, _, _ = step(w, sgd.init(w), [x])
+    grads, _ = grad_and_value(lambda w: squared_forces(w, x).sum())(w)
+    with torch.no_grad():
+        without_grad = squared_forces(w.clone().requires_grad_(), x)
+    return [new_w, grads, without_grad]
 
 
 def test_in_a_function_that_is_differentiated() -> None:
-    """As torch.func's: in a loss that matches forces, and in one of the same kind."""
-    w, x = torch.rand(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
-    sgd, made = ps.optim.sgd(1.0), list[Tensor]()
-    for grad in (ps.grad_and_value, torch.func.grad_and_value):
+    """As torch.func's does, for example in a loss that matches forces."""
+    w = torch.rand(3, dtype=torch.float64)
+    x = torch.rand(3, dtype=torch.float64)
 
-        def forces(w: Tensor, x: Tensor, grad: Any = grad) -> Tensor:
-            found: Tensor = grad(lambda x: energy(w, x))(x)[0]
-            return found**2
+    results = run_in_a_loss(ps.grad_and_value, w, x)
 
-        step = ps.make_update_step(forces, sgd, weight_fn=torch.ones_like)
-        made += [step(w, sgd.init(w), [x])[0], grad(lambda w: forces(w, x).sum())(w)[0]]
-        with torch.no_grad():
-            made.append(forces(w.clone().requires_grad_(), x))
-    for ours, theirs in zip(made[:3], made[3:], strict=True):
+    expected = run_in_a_loss(torch.func.grad_and_value, w, x)
+    for ours, theirs in zip(results, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
         assert not ours.requires_grad
 
@@ -61,7 +98,9 @@ def test_registered_classes_and_none() -> None:
         weight: Tensor
         bias: Tensor | None = None
 
-    grads, value = ps.grad_and_value(lambda p: (p.weight**2).sum())(
-        Affine(torch.tensor([3.0]))
-    )
-    assert (float(value), grads.weight.tolist(), grads.bias) == (9, [6], None)
+    function: Any = ps.grad_and_value(lambda p: (p.weight**2).sum())
+    grads, value = function(Affine(torch.tensor([3.0])))
+
+    assert float(value) == 9
+    assert grads.weight.tolist() == [6]
+    assert grads.bias is None

@@ -37,8 +37,8 @@ SEAMS = {
     "tree/tracing.py": 10, "tree/norms.py": 3, "tree/ops.py": 1, "tree/spec.py": 3,
     "axis/primitives.py": 1, "axis/mesh.py": 1, "axis/process.py": 2, "sharding/gather.py": 1,
     "sync/session.py": 2,
-    "grads/accumulate.py": 4, "grads/functional.py": 2, "grads/grad_and_value.py": 1,
-    "evaluation.py": 2, "step.py": 5, "validation.py": 3, "counts.py": 2, "remat.py": 2,
+    "grads/accumulate.py": 3, "grads/inplace.py": 1, "grads/functional.py": 2, "grads/grad_and_value.py": 1,
+    "evaluation.py": 2, "step.py": 5, "validation.py": 4, "counts.py": 2, "remat.py": 2,
     "nn/from_module.py": 1, "nn/dropout.py": 1, "nn/rebuild.py": 2,
     "optim/arithmetic.py": 1, "optim/partition.py": 1, "optim/torch_optim.py": 1,
     "optim/wrappers.py": 1,
@@ -48,20 +48,27 @@ SEAMS = {
 """Where new code asks for compilers, transforms or autograd, and how often."""
 
 ASKS = re.compile(
-    r"is_dynamo_compiling\(|\b(?:tree\.)?(?:eager|untransformed|differentiated)\(|\btransformed\("
+    r"is_dynamo_compiling\(|\b(?:tree\.)?(?:is_plain_eager|can_write|may_be_differentiated)\("
+    r"|\bhas_transforms\("
 )
 
 
-def lines_of_code(source: str) -> int:
-    """Lines without blanks, comments and docstrings."""
+def docstring_lines(module: ast.Module) -> set[int]:
+    """Returns the lines of docstrings."""
     docs: set[int] = set()
-    code: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and node.body:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 assert first.end_lineno is not None
                 docs |= {*range(first.lineno, first.end_lineno + 1)}
+    return docs
+
+
+def lines_of_code(source: str) -> int:
+    """Counts lines without blanks, comments and docstrings."""
+    docs = docstring_lines(ast.parse(source))
+    code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in QUIET:
             code |= {*range(token.start[0], token.end[0] + 1)}
@@ -196,6 +203,170 @@ def test_public_names_are_few() -> None:
     assert len(ps.tree.__all__) <= 20
 
 
+SHAPED = ["purestep", "proofs", "tests"]
+"""Folders whose shape is held. ``TOKENS`` says how dense their code may be."""
+
+TOKENS = {"purestep": 8.0, "proofs": 9.5, "tests": 9.5}
+"""Tokens for each line of code, in each folder inside the package, and in the others as a whole.
+
+optree, torchtitan, equinox, posteriors, optax and einops have 5.5 to 7.8.
+"""
+
+STATEMENTS = 40
+"""Statements of a function, with those of functions inside it."""
+
+PARAMETERS = 6
+"""Parameters of a private function."""
+
+RIDDLES = {
+    "own", "given", "made", "known", "found", "kind", "place", "each", "whole", "piece", "beside",
+    "apart", "over", "at", "how", "thing", "taken", "held", "kept", "carried", "asked", "left",
+    "said",
+}  # fmt: skip
+"""Names that could stand for anything, so nothing has them."""
+
+BY_PROFILE = {"map", "filter", "attrgetter", "itemgetter", "repeat", "starmap"}
+"""Calls that a comment explains: comprehensions read better, where no profile asks for these."""
+
+PUBLIC_TWICE = {"split", "all_gather"}
+"""Names that two modules give to different functions, as ``jax.random.split`` and others do."""
+
+
+def sources(folder: str) -> dict[str, str]:
+    """Returns the source of each file of a folder of the repository, by its path."""
+    root = HOME.parent
+    paths = sorted((root / folder).rglob("*.py"))
+    return {path.relative_to(root).as_posix(): path.read_text() for path in paths}
+
+
+def count_tokens(source: str) -> int:
+    """Counts the tokens of Python that are not in docstrings."""
+    docs = docstring_lines(ast.parse(source))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(
+        token.type not in QUIET and token.start[0] not in docs for token in tokens
+    )
+
+
+def density(texts: Collection[str]) -> float:
+    """Returns the tokens for each line of code."""
+    return sum(map(count_tokens, texts)) / sum(map(lines_of_code, texts))
+
+
+def names_of_the_package(source: str) -> set[str]:
+    """Returns the names that a file defines at its top, or imports from the package."""
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pure"):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+def find_golf(source: str) -> list[str]:
+    """Describes what a reader has to unfold, with its line."""
+    lines = source.split("\n")
+    tricks = BY_PROFILE - names_of_the_package(source)
+    problems = []
+    for node in ast.walk(ast.parse(source)):
+        number = getattr(node, "lineno", 0)
+        if isinstance(node, ast.IfExp):
+            inner = [child for child in ast.walk(node) if isinstance(child, ast.IfExp)]
+            if len(inner) > 1:
+                problems.append(f"{number}: nested conditional expressions")
+        elif isinstance(node, ast.Assign):
+            is_pair = isinstance(node.targets[0], ast.Tuple)
+            if is_pair and isinstance(node.value, ast.Tuple):
+                problems.append(f"{number}: a tuple assigned to a tuple")
+        elif isinstance(node, ast.FunctionDef):
+            num_statements = sum(isinstance(x, ast.stmt) for x in ast.walk(node)) - 1
+            if num_statements > STATEMENTS:
+                problems.append(f"{number}: {node.name}: {num_statements} statements")
+            names = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            is_private = node.name.startswith("_") and not node.name.startswith("__")
+            if is_private and len(names) > PARAMETERS:
+                problems.append(f"{number}: {node.name}: {len(names)} parameters")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            before = lines[max(0, number - 4) : node.end_lineno]
+            if node.func.id in tricks and "#" not in "".join(before):
+                problems.append(f"{number}: {node.func.id} without a reason")
+    return problems
+
+
+def find_riddles(source: str) -> list[str]:
+    """Describes names that could stand for anything, with their lines."""
+    problems = []
+    for node in ast.walk(ast.parse(source)):
+        name = ""
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        if name in RIDDLES:
+            problems.append(f"{getattr(node, 'lineno', 0)}: {name}")
+    return problems
+
+
+GOLF = """
+x = 1 if a else 2 if b else 3
+c, d = x, x
+def _f(a, b, c, d, e, f, g): pass
+e = [*map(str, c)]
+def own(place):
+    left = place
+"""
+
+
+def test_golf_and_riddles_are_found() -> None:
+    problems = [problem.partition(": ")[2] for problem in find_golf(GOLF)]
+    assert sorted(problems) == [
+        "_f: 7 parameters",
+        "a tuple assigned to a tuple",
+        "map without a reason",
+        "nested conditional expressions",
+    ]
+    body = "\n".join(["    x = 1"] * (STATEMENTS + 1))
+    assert find_golf(f"def f():\n{body}") == ["1: f: 41 statements"]
+    assert not find_golf("# The profile asks for it.\ny = [*map(str, x)]")
+    assert find_riddles(GOLF) == ["6: own", "6: place", "7: left"]
+    assert density(["a = [b, c]\n", '"""Doc."""\nx = (\n    1\n)\n']) == 12 / 4
+
+
+@pytest.mark.parametrize("folder", SHAPED)
+def test_code_is_not_dense(folder: str) -> None:
+    rooms: dict[str, list[str]] = {}
+    for file, source in sources(folder).items():
+        room = file.rpartition("/")[0] if folder == "purestep" else folder
+        rooms.setdefault(room, []).append(source)
+    dense = {room: density(texts) for room, texts in rooms.items()}
+    assert not {room: x for room, x in dense.items() if x > TOKENS[folder]}
+
+
+@pytest.mark.parametrize("file", [*files()])
+def test_nothing_has_to_be_unfolded(file: str) -> None:
+    assert not find_golf(files()[file])
+
+
+@pytest.mark.parametrize("file", [*files()])
+def test_names_say_what_they_stand_for(file: str) -> None:
+    assert not find_riddles(files()[file])
+
+
+def test_functions_at_the_top_of_files_have_different_names() -> None:
+    places: dict[str, list[str]] = {}
+    for file, source in files().items():
+        if room_of(file) == "examples":
+            continue  # Each is a program.
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
+                places.setdefault(node.name, []).append(file)
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert not twice.keys() - PUBLIC_TWICE, twice
+
+
 def test_private_names_become_fewer() -> None:
     source = files()["torch_private.py"]
     found = re.findall(
@@ -207,7 +378,7 @@ def test_private_names_become_fewer() -> None:
 def test_compilers_and_transforms_are_asked_for_at_the_seams() -> None:
     found = {
         file: len(ASKS.findall(source))
-        - len(re.findall(r"def (?:eager|untransformed)", source))
+        - len(re.findall(r"def (?:is_plain_eager|can_write)", source))
         for file, source in files().items()
         if room_of(file) not in ("testing", "examples")
     }

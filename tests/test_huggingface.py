@@ -1,6 +1,6 @@
-"""Models of transformers as they come: a step is ``loss.backward()`` on one big batch, and what README.md says of them."""
+"""Compares steps on models of transformers with ``loss.backward()`` on one big batch, and tests README.md's claims."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,128 +11,176 @@ from torch import Tensor
 
 import purestep as ps
 from purestep.nn import huggingface
-from purestep.testing.bounds import gamma
-from tests import families
-from tests.families import SETTINGS, WINDOW, Setting, built, looking_back, model
-from tests.torch_private import forward_hooks
+from purestep.testing.bounds import rounding_bound
+from tests import model_families
+from tests.model_families import (
+    SETTINGS,
+    WINDOW,
+    Setting,
+    build_model,
+    make_model,
+    with_large_weights,
+)
+from tests.torch_private import count_forward_hooks
 
 # Of torch, for flash attention on a CPU under vmap.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 TRACED = partial(torch.compile, backend="aot_eager")
 
 
-@pytest.mark.parametrize(
-    ("family", "setting"),
-    [case for case in families.cases() if "compile" not in SETTINGS[case[1]].step],
-)
+EAGER_CASES = [
+    (family, setting)
+    for family, setting in model_families.supported_cases()
+    if "compile" not in SETTINGS[setting].step
+]
+
+
+@pytest.mark.parametrize(("family", "setting"), EAGER_CASES)
 def test_a_step_is_one_big_batch(family: str, setting: str) -> None:
-    error, bound, same_bits = families.measure(family, SETTINGS[setting])
+    error, bound, same_bits = model_families.measure_step(family, SETTINGS[setting])
     assert error <= bound
     assert same_bits in (True, None)
     assert bound < torch.inf or same_bits
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), [("Llama", "position_ids"), ("BERT", "2D mask")]
+    ("family", "form"),
+    [
+        ("Llama", "position_ids"),
+        ("BERT", "2D mask"),
+    ],
 )
 def test_compiled_too(family: str, form: Any) -> None:
-    """Two whose masks are made of values otherwise, of one microbatch; benchmarks/families.py has all."""
-    settings = Setting(form), Setting(form, step={"compile": TRACED})
-    group = [families.microbatches(family, settings[0])[0][:1]]
-    eager, compiled = (
-        families.step_grads(family, setting, group) for setting in settings
-    )
-    for name, grad in eager.items():
-        off = (compiled[name] - grad).norm()
-        assert off <= gamma(families.ROUNDINGS, torch.float32) * grad.norm(), name
+    """Compiles two, whose masks are made of values otherwise, of one microbatch.
+
+    benchmarks/speed/families.py compiles all.
+    """
+    eager = Setting(form)
+    compiled = Setting(form, step={"compile": TRACED})
+    groups = model_families.make_groups(family, eager)
+    group = [groups[0][:1]]
+    expected = model_families.compute_step_grads(family, eager, group)
+    actual = model_families.compute_step_grads(family, compiled, group)
+    bound = rounding_bound(model_families.ROUNDINGS, torch.float32)
+    for name, grad in expected.items():
+        error = (actual[name] - grad).norm()
+        assert error <= bound * grad.norm(), name
 
 
 def packed(family: str = "Llama") -> dict[str, Any]:
-    return ps.pack_documents(families.examples(family), row_tokens=families.ROW)
+    return ps.pack_documents(
+        model_families.make_examples(family), row_tokens=model_families.ROW
+    )
 
 
 def test_a_microbatch_may_hold_strings_and_its_loss_is_no_mean() -> None:
-    params, apply = ps.from_module(model("Llama"))
-    (m,) = ps.pack(families.examples("Llama"), max_tokens=100)
+    params, apply = ps.from_module(make_model("Llama"))
+    examples = model_families.make_examples("Llama")
+    (m,) = ps.pack(examples, max_tokens=100)
     sgd = ps.optim.sgd(0.1)
 
     def train(loss_fn: Any) -> Any:
-        group = [transformers.BatchEncoding({**m, "text": ["a", "b"]})]
-        return ps.make_update_step(loss_fn, sgd)(params, sgd.init(params), group)
+        microbatch = transformers.BatchEncoding({**m, "text": ["a", "b"]})
+        step = ps.make_update_step(loss_fn, sgd)
+        state = sgd.init(params)
+        return step(params, state, [microbatch])
 
     def loss_fn(p: Any, m: Any) -> Tensor:
-        return ps.losses.cross_entropy(apply(p, m["input_ids"]).logits, m["labels"])
+        logits = apply(p, m["input_ids"]).logits
+        return ps.losses.cross_entropy(logits, m["labels"])
 
-    assert train(loss_fn)[2].num_tokens == (m["labels"] != -100).sum()
+    def loss_of_the_model(p: Any, m: Any) -> Tensor:
+        output = apply(p, m["input_ids"], labels=m["labels"])
+        return output.loss
+
+    def output_of_the_model(p: Any, m: Any) -> Any:
+        return apply(p, m["input_ids"])
+
+    _, _, metrics = train(loss_fn)
+    assert metrics.num_tokens == (m["labels"] != -100).sum()
     with pytest.raises(ValueError, match="a scalar is most likely a mean"):
-        train(lambda p, m: apply(p, m["input_ids"], labels=m["labels"]).loss)
+        train(loss_of_the_model)
     with pytest.raises(TypeError, match="got CausalLMOutputWithPast"):
-        train(lambda p, m: apply(p, m["input_ids"]))
+        train(output_of_the_model)
 
 
-def changed(own: Any, family: str, m: Any, inputs: Mapping[str, Any]) -> float:
-    """By how much the loss of texts changes in this microbatch."""
-    params, apply = ps.from_module(looking_back(own))
+def relative_change(module: Any, family: str, m: Any, inputs: Any) -> float:
+    """Computes by how much the loss of texts changes when they are packed into a microbatch."""
+    params, apply = ps.from_module(with_large_weights(module))
 
-    def total(m: Any, **more: Any) -> Tensor:
-        logits = apply(
-            params, input_ids=m["input_ids"], **{"use_cache": False, **more}
-        ).logits
-        return ps.losses.cross_entropy(logits, m["labels"]).sum().detach()
+    def total_loss(m: Any, **inputs: Any) -> Tensor:
+        inputs = {"use_cache": False, **inputs}
+        logits = apply(params, input_ids=m["input_ids"], **inputs).logits
+        losses = ps.losses.cross_entropy(logits, m["labels"])
+        return losses.sum().detach()
 
     alone = sum(
-        total(ps.pack([text], max_tokens=100)[0]) for text in families.examples(family)
+        total_loss(ps.pack([text], max_tokens=100)[0])
+        for text in model_families.make_examples(family)
     )
-    return float((total(m, **inputs) / alone - 1).abs())
+    together = total_loss(m, **inputs)
+    return float((together / alone - 1).abs())
 
 
-def at(m: Any, **more: Any) -> dict[str, Any]:
-    return {"position_ids": m["positions"], **more}
+def with_positions(m: Any, **inputs: Any) -> dict[str, Any]:
+    return {"position_ids": m["positions"], **inputs}
 
 
-def in_2d(m: Any) -> dict[str, Any]:
-    return at(m, attention_mask=m["attention_mask"])
+def with_2d_mask(m: Any) -> dict[str, Any]:
+    return with_positions(m, attention_mask=m["attention_mask"])
 
 
-def within(m: Any, window: int | None = None) -> dict[str, Any]:
-    return at(m, attention_mask=ps.segment_mask(m["segments"], window=window))
+def with_segment_mask(m: Any, window: int | None = None) -> dict[str, Any]:
+    mask = ps.segment_mask(m["segments"], window=window)
+    return with_positions(m, attention_mask=mask)
 
 
-def of_each_kind(m: Any) -> dict[str, Any]:
-    kinds = {"full_attention": None, "sliding_attention": WINDOW}
-    segments = m["segments"]
+def with_mask_by_layer_type(m: Any) -> dict[str, Any]:
     masks = {
-        kind: ps.segment_mask(segments, window=window) for kind, window in kinds.items()
+        "full_attention": ps.segment_mask(m["segments"]),
+        "sliding_attention": ps.segment_mask(m["segments"], window=WINDOW),
     }
-    return at(m, attention_mask=masks)
+    return with_positions(m, attention_mask=masks)
 
 
+with_cache = partial(with_positions, use_cache=True)
+with_sliding_mask = partial(with_segment_mask, window=WINDOW)
 GEMMA3 = partial(
-    built, "Gemma3ForCausalLM", head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8,
+    build_model,
+    "Gemma3ForCausalLM",
+    head_dim=8,
+    sliding_window=WINDOW,
+    query_pre_attn_scalar=8,
     layer_types=["sliding_attention", "full_attention"],
-)  # fmt: skip
+)
 IN_ONE_ROW: list[tuple[Any, str, Callable[[Any], Any], bool]] = [
-    ("Llama", "Llama", at, True),
-    ("Llama", "Llama", partial(at, use_cache=True), False),
-    ("Llama", "Llama", in_2d, False),
-    ("GPT-2", "GPT-2", in_2d, False),
-    ("BERT", "BERT", at, False),
-    ("Mistral", "Mistral", partial(within, window=WINDOW), True),
-    ("Mistral", "Mistral", within, False),
-    (GEMMA3, "Llama", at, True),
-    (GEMMA3, "Llama", of_each_kind, True),
-    (GEMMA3, "Llama", within, False),
-    (GEMMA3, "Llama", partial(within, window=WINDOW), False),
+    ("Llama", "Llama", with_positions, True),
+    ("Llama", "Llama", with_cache, False),
+    ("Llama", "Llama", with_2d_mask, False),
+    ("GPT-2", "GPT-2", with_2d_mask, False),
+    ("BERT", "BERT", with_positions, False),
+    ("Mistral", "Mistral", with_sliding_mask, True),
+    ("Mistral", "Mistral", with_segment_mask, False),
+    (GEMMA3, "Llama", with_positions, True),
+    (GEMMA3, "Llama", with_mask_by_layer_type, True),
+    (GEMMA3, "Llama", with_segment_mask, False),
+    (GEMMA3, "Llama", with_sliding_mask, False),
 ]
+"""Models, the family of their texts, inputs, and whether documents stay apart."""
 
 
 @pytest.mark.parametrize(("make", "family", "inputs", "right"), IN_ONE_ROW)
 def test_documents_in_one_row(make: Any, family: str, inputs: Any, right: bool) -> None:
-    """What README.md says of models: the loss of texts is that of each alone, or another, without a word."""
-    own = families.FAMILIES[make].make() if isinstance(make, str) else make()
+    """Compares the loss of packed texts with that of each alone, as README.md says of models."""
+    if isinstance(make, str):
+        make = model_families.FAMILIES[make].make
+    module = make()
     m = packed(family)
-    off = changed(own, family, m, inputs(m))
-    assert off < 1e-6 if right else off > 1e-4
+    change = relative_change(module, family, m, inputs(m))
+    if right:
+        assert change < 1e-6
+    else:
+        assert change > 1e-4
 
 
 @pytest.mark.parametrize("family", ["GPT-2", "Llama", "LoRA on Llama"])
@@ -140,68 +188,76 @@ def test_a_cache_joins_packed_documents_and_is_refused(
     family: str, fresh_compiler: None
 ) -> None:
     apply: Any
-    params, apply = ps.from_module(model(family))
+    params, apply = ps.from_module(make_model(family))
     m = packed(family)
-    ids, positions = {"input_ids": m["input_ids"]}, {"position_ids": m["positions"]}
-    for f in (
-        (apply, torch.compile(apply, backend="eager"))
-        if family == "Llama"
-        else (apply,)
-    ):
-        for more in ({}, {"return_dict": False}):
+    ids = {"input_ids": m["input_ids"]}
+    inputs = {**ids, "position_ids": m["positions"]}
+    forms = [apply]
+    if family == "Llama":
+        forms.append(torch.compile(apply, backend="eager"))
+    for call in forms:
+        for settings in ({}, {"return_dict": False}):
             with pytest.raises(ValueError, match=r"filled a cache.* use_cache=False"):
-                f(params, **ids, **positions, **more)
-        f(params, **ids, **positions, use_cache=False)
+                call(params, **inputs, **settings)
+        call(params, **inputs, use_cache=False)
     if family == "Llama":
         with pytest.raises(ValueError, match="filled a cache"):
             apply(params, m["input_ids"], None, m["positions"])
     apply(params, **ids)
-    apply(params, **ids, **positions, use_cache=True)
+    apply(params, **inputs, use_cache=True)
 
 
 @pytest.mark.parametrize("family", ["GPT-2", "LoRA on Llama", "T5"])
 def test_a_mask_of_bools_is_refused_by_eager_attention(family: str) -> None:
-    """Whatever the config says when ``apply`` is called, which is shared."""
+    """Looks at the config when ``apply`` is called: it is shared, and may change."""
     apply: Any
-    own, m = model(family), packed(family)
-    params, apply = ps.from_module(own)
-    name = "decoder_attention_mask" if family == "T5" else "attention_mask"
-    names = {"input_ids", "decoder_input_ids"} & m.keys()
-    given, mask = {name: m[name] for name in names}, ps.segment_mask(m["segments"])
-    apply(params, **given, **{name: mask})
-    own.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match=f"{name} .* eager attention would add"):
-        apply(params, **given, **{name: mask})
-    apply(params, **given, **{name: ps.segment_mask(m["segments"], torch.float64)})
+    module = make_model(family)
+    params, apply = ps.from_module(module)
+    m = packed(family)
+    id_names = {"input_ids", "decoder_input_ids"} & m.keys()
+    ids = {name: m[name] for name in id_names}
+    mask_name = "decoder_attention_mask" if family == "T5" else "attention_mask"
+    bools = ps.segment_mask(m["segments"])
+    floats = ps.segment_mask(m["segments"], torch.float64)
+
+    def run(mask: Tensor) -> None:
+        apply(params, **ids, **{mask_name: mask})
+
+    run(bools)
+    module.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=f"{mask_name} .* eager attention would add"):
+        run(bools)
+    run(floats)
     # Masks of two dimensions are no such masks, whatever their dtype.
-    apply(params, **given, **{name: m["attention_mask"].bool()})
+    run(m["attention_mask"].bool())
 
 
 def test_a_mask_of_bools_by_position_and_for_each_kind_of_layer() -> None:
-    own, m = model("Llama", "eager"), packed()
-    params, apply = ps.from_module(own)
+    module = make_model("Llama", "eager")
+    params, apply = ps.from_module(module)
+    m = packed()
     mask = ps.segment_mask(m["segments"])
-    with pytest.raises(
-        ValueError, match=r"^attention_mask .* eager attention would add"
-    ):
+    message = r"^attention_mask .* eager attention would add"
+    with pytest.raises(ValueError, match=message):
         apply(params, m["input_ids"], mask)
     masks = {"attention_mask": {"full_attention": mask[:, 0]}}
-    with pytest.raises(
-        ValueError, match=r"^attention_mask .* eager attention would add"
-    ):
-        huggingface.check_call(huggingface.models_of(own), (), masks, None)
+    models = huggingface.models_of(module)
+    with pytest.raises(ValueError, match=message):
+        huggingface.check_call(models, (), masks, None)
 
 
 def test_hidden_states_are_those_of_the_call() -> None:
-    """A call registers hooks, which stay in its own objects."""
-    own = model("Llama")
-    params, apply = ps.from_module(own)
+    """Registers a call's hooks on the call's own objects, also on threads."""
+    module = make_model("Llama")
+    params, apply = ps.from_module(module)
     ids = torch.arange(4)[None]
+
+    def count_hidden_states(ids: Tensor) -> int:
+        output = apply(params, ids, output_hidden_states=True)
+        return len(output.hidden_states)
+
     for _ in range(3):
-        assert len(apply(params, ids, output_hidden_states=True).hidden_states) == 3
-    assert forward_hooks(own) == 0
-    axis = ps.testing.ThreadAxis(2)
-    count = axis.map(
-        lambda ids: len(apply(params, ids, output_hidden_states=True).hidden_states)
-    )
-    assert count([ids, ids + 4]) == [3, 3]
+        assert count_hidden_states(ids) == 3
+    assert count_forward_hooks(module) == 0
+    on_threads = ps.testing.ThreadAxis(2).map(count_hidden_states)
+    assert on_threads([ids, ids + 4]) == [3, 3]

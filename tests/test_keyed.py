@@ -1,399 +1,667 @@
-"""``apply(params, ..., key=keys)``: each dropout of an unmodified module, by hand; what replays, and what is refused."""
+"""Tests ``apply(params, ..., key=keys)``: every dropout of an unmodified module, by hand.
+
+Also what a recomputation draws, and which modules are refused.
+"""
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, vmap
+from torch.func import grad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from tests.families import examples, looking_back, model, with_dropout
-from tests.modules import Of, traced
+from proofs.strategies import assert_same
+from purestep.random import bernoulli, fold_in, key as make_key, split, with_keys
+from tests.model_families import (
+    make_examples,
+    make_model,
+    with_dropout,
+    with_large_weights,
+)
+from tests.module_kinds import FunctionModule, trace
 from tests.torch_private import attention_in_steps
 
-KEYS = ps.random.split(ps.random.key(5), 3)
-X = torch.randn(
-    3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-)
-close = partial(torch.testing.assert_close, rtol=1024 * 2.0**-53, atol=1024 * 2.0**-53)
+KEYS = split(make_key(5), 3)
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(3, 4, 6, generator=GENERATOR, dtype=torch.float64)
 
 
-def keyed(function: Callable[[Tensor], Any]) -> Any:
-    """The params, one of value 1, and ``apply`` of a module that is this function."""
-    one = nn.Parameter(torch.ones((), dtype=torch.float64))
-    return ps.from_module(
-        Of(lambda m, x: m.function(m.one * x), one=one, function=function)
-    )
+def assert_close(actual: Any, expected: Any) -> None:
+    """Compares within a thousand roundings of float64."""
+    rounding = 1024 * 2.0**-53
+    torch.testing.assert_close(actual, expected, rtol=rounding, atol=rounding)
 
 
-def called(function: Callable[[Tensor], Any], x: Tensor = X, key: Any = KEYS) -> Any:
-    """What a module of this function gives, with keys."""
-    params, apply = keyed(function)
+Layer = Callable[[Tensor], Any]
+
+
+def as_module(function: Layer) -> Any:
+    """Makes params, one of value 1, and ``apply`` of a module that is this function."""
+    one = nn.Parameter(torch.ones(()).double())
+
+    def run(module: Any, x: Tensor) -> Any:
+        return function(module.one * x)
+
+    return ps.from_module(FunctionModule(run, one=one))
+
+
+def call_with_keys(function: Layer, x: Tensor = X, key: Any = KEYS) -> Any:
+    """Calls a module that is this function with keys."""
+    params, apply = as_module(function)
     return apply(params, x, key=key)
 
 
-def kept(place: int, shape: tuple[int, ...], p: float = 0.5) -> Tensor:
-    """What is kept at the n-th place."""
-    return ~ps.random.bernoulli(ps.random.fold_in(KEYS, place), p, shape)
+def call_compiled(function: Layer, x: Tensor = X, key: Any = KEYS) -> Any:
+    """Calls a module that is this function with keys, as one graph."""
+    params, apply = as_module(function)
+    return trace(apply)(params, x, key=key)
 
 
-DROPPING: list[tuple[Any, tuple[int, ...], int]] = [
-    (functional.dropout, (4, 6), 2),
-    (lambda x: torch.where(functional.dropout(x) == 2 * x, 2 * x, 0), (4, 6), 2),
-    (lambda x: (nn.Dropout(inplace=True)(x), x)[1], (4, 6), 2),
-    (lambda x: functional.dropout(x, 0.5, True, True), (4, 6), 2),
-    (lambda x: functional.dropout(x, p=0.5, inplace=True), (4, 6), 2),
-    (nn.Dropout1d(), (4, 6), 1),
-    (functional.dropout2d, (4, 2, 3), 1),
-    (functional.dropout3d, (4, 1, 2, 3), 1),
+def draw_mask(number: int, shape: tuple[int, ...], p: float = 0.5) -> Tensor:
+    """Draws what the dropout of this number lets pass."""
+    keys = fold_in(KEYS, number)
+    return ~bernoulli(keys, p, shape)
+
+
+def drop_by_mask(x: Tensor, number: int = 0) -> Tensor:
+    """Drops elements at a rate of 0.5, as the dropout of this number does."""
+    mask = draw_mask(number, x.shape[1:])
+    return torch.where(mask, 2 * x, 0)
+
+
+def drop_in_place(x: Tensor) -> Tensor:
+    nn.Dropout(inplace=True)(x)
+    return x
+
+
+def drop_and_compare(x: Tensor) -> Tensor:
+    doubled = 2 * x
+    passes = functional.dropout(x) == doubled
+    return torch.where(passes, doubled, 0)
+
+
+ELEMENT_DROPOUTS: list[Layer] = [
+    functional.dropout,
+    drop_and_compare,
+    drop_in_place,
+    lambda x: functional.dropout(x, 0.5, True, True),
+    lambda x: functional.dropout(x, p=0.5, inplace=True),
+]
+CHANNEL_DROPOUTS: list[tuple[Layer, tuple[int, ...]]] = [
+    (nn.Dropout1d(), (6,)),
+    (functional.dropout2d, (2, 3)),
+    (functional.dropout3d, (1, 2, 3)),
 ]
 
 
-@pytest.mark.parametrize(("function", "shape", "dimensions"), DROPPING)
-def test_elements_and_channels(
-    function: Any, shape: tuple[int, ...], dimensions: int, fresh_compiler: None
+@pytest.mark.parametrize("function", ELEMENT_DROPOUTS)
+def test_elements(function: Layer, fresh_compiler: None) -> None:
+    """Each call draws other numbers; compiled, too."""
+
+    def call_twice(x: Tensor) -> list[Tensor]:
+        return [function(x + 0), function(x + 0)]
+
+    first, second = call_with_keys(call_twice)
+
+    assert_same(first, drop_by_mask(X, number=0))
+    assert_same(second, drop_by_mask(X, number=1))
+    if function is drop_and_compare:
+        compiled = call_compiled(call_twice)
+        assert_same(compiled, [first, second])
+
+
+@pytest.mark.parametrize(("function", "channel_shape"), CHANNEL_DROPOUTS)
+def test_channels(
+    function: Layer, channel_shape: tuple[int, ...], fresh_compiler: None
 ) -> None:
-    """At each place, by other numbers; compiled, too."""
-    x, own = X.view(3, *shape), shape[:dimensions]
-    params, apply = keyed(lambda x: [function(x + 0) for _ in range(2)])
-    results = apply(params, x, key=KEYS)
-    if function in (DROPPING[1][0], functional.dropout2d):
-        assert all(map(torch.equal, traced(apply)(params, x, key=KEYS), results))
-    for place, made in enumerate(results):
-        own_kept = kept(place, own).view(3, *own, *[1] * (len(shape) - dimensions))
-        assert torch.equal(made, torch.where(own_kept, 2 * x, 0))
+    """Each call draws other numbers, one for each channel; compiled, too."""
+    x = X.view(3, 4, *channel_shape)
+
+    def call_twice(x: Tensor) -> list[Tensor]:
+        return [function(x + 0), function(x + 0)]
+
+    results = call_with_keys(call_twice, x)
+
+    for number, result in enumerate(results):
+        mask = draw_mask(number, (4,))
+        for _ in channel_shape:
+            mask = mask.unsqueeze(-1)
+        expected = torch.where(mask, 2 * x, 0)
+        assert_same(result, expected)
+    if function is functional.dropout2d:
+        assert_same(call_compiled(call_twice, x), results)
 
 
+ALPHA_DROPOUTS: list[tuple[Any, tuple[int, ...]]] = [
+    (functional.alpha_dropout, (4, 6)),
+    (functional.feature_alpha_dropout, (4, 1)),
+]
+
+
+@pytest.mark.parametrize(("function", "mask_shape"), ALPHA_DROPOUTS)
 @pytest.mark.parametrize("p", [0.25, 1.0])
-def test_alpha_dropout_is_torchs(p: float) -> None:
-    """What is dropped falls to where ``selu`` ends, and then all is brought back to mean and deviation, as torch does it."""
-    alpha = 1.7580993408473766
-    a = 0.0 if p == 1 else ((alpha**2 * p + 1) * (1 - p)) ** -0.5
-    alphas: Any = (
-        (functional.alpha_dropout, (4, 6)),
-        (functional.feature_alpha_dropout, (4,)),
-    )
-    for function, shape in alphas:
-        made = called(partial(function, p=p, training=True))
-        noise = kept(0, shape, p).to(X.dtype).view(3, *shape, *[1] * (2 - len(shape)))
-        close(made, X * noise * a + ((noise - 1) * alpha * a + alpha * a * p))
+def test_alpha_dropout_is_torchs(
+    p: float, function: Any, mask_shape: tuple[int, ...]
+) -> None:
+    """Sets what is dropped to the lower limit of ``selu``.
+
+    Then restores mean and deviation, as torch does.
+    """
+    limit = 1.7580993408473766
+    scale = 0.0
+    if p < 1:
+        square = limit**2 * p + 1
+        variance = square * (1 - p)
+        scale = variance**-0.5
+
+    dropped = call_with_keys(partial(function, p=p, training=True))
+
+    drawn_shape = tuple(size for size in mask_shape if size > 1)
+    mask = draw_mask(0, drawn_shape, p).to(X.dtype)
+    mask = mask.view(3, *mask_shape)
+    scaled_limit = limit * scale
+    scaled = X * mask * scale
+    shift = (mask - 1) * scaled_limit + scaled_limit * p
+    assert_close(dropped, scaled + shift)
 
 
-def test_what_does_not_train_is_not_drawn() -> None:
-    """Neither in evaluation nor at a rate of 0; such a call is no place. Without keys nothing has changed."""
+def test_dropout_that_does_not_train_draws_nothing() -> None:
+    """Neither in evaluation nor at a rate of 0; such a call takes no number."""
 
     def function(x: Tensor) -> Tensor:
-        x = functional.alpha_dropout(functional.dropout(x, 0.5, training=False), 0.5)
-        x = functional.rrelu(functional.dropout(x, 0.0) + 9) - 9
+        x = functional.dropout(x, 0.5, training=False)
+        x = functional.alpha_dropout(x, 0.5)
+        x = functional.dropout(x, 0.0)
+        x = functional.rrelu(x + 9) - 9
         return functional.dropout(x)
 
-    close(called(function), torch.where(kept(0, (4, 6)), 2 * X, 0))
-    params, apply = keyed(lambda x: functional.alpha_dropout(x, 0.5))
-    assert torch.equal(traced(apply)(params, X, key=KEYS), X)
-    module = nn.Sequential(nn.Linear(6, 2).double(), nn.Dropout())
+    assert_close(call_with_keys(function), drop_by_mask(X))
+    unchanged = call_compiled(lambda x: functional.alpha_dropout(x, 0.5))
+    assert_same(unchanged, X)
+
+
+def test_evaluation_and_calls_without_keys_are_unchanged() -> None:
+    linear = nn.Linear(6, 2).double()
+    module = nn.Sequential(linear, nn.Dropout())
     params, apply = ps.from_module(module)
-    assert torch.equal(apply.eval(params, X, key=KEYS), apply.eval(params, X))
-    torch.manual_seed(3)
-    made = apply(params, X)
-    torch.manual_seed(3)
-    assert torch.equal(made, module(X))
 
+    evaluated = apply.eval(params, X, key=KEYS)
+    torch.manual_seed(3)
+    without_keys = apply(params, X)
 
-CLOSED = torch.tensor([[True, False, True, True], [False] * 4, [True] * 4, [True] * 4])
+    assert_same(evaluated, apply.eval(params, X))
+    torch.manual_seed(3)
+    assert_same(without_keys, module(X))
 
 
 attend = functional.scaled_dot_product_attention
-ADDED = torch.randn(3, 1, 4, 4, dtype=torch.float64)
+MASK = torch.ones(4, 4, dtype=torch.bool)
+MASK[0, 1] = False
+# The second query attends to nothing.
+MASK[1] = False
+ADDED_MASK = torch.randn(3, 1, 4, 4).double()
 ATTENTION: list[dict[str, Any]] = [
     {},
     {"is_causal": True},
     {"scale": 3.0},
-    {"attn_mask": CLOSED},
+    {"attn_mask": MASK},
+    {"attn_mask": ADDED_MASK},
+    {"enable_gqa": True},
 ]
 
 
-@pytest.mark.parametrize(
-    "settings", [*ATTENTION, {"attn_mask": ADDED}, {"enable_gqa": True}]
-)
+@pytest.mark.parametrize("settings", ATTENTION)
 def test_attention(settings: dict[str, Any]) -> None:
-    """torch's own weights, of which elements are dropped; a query that attends to nothing gets zeros, and no NaN comes back."""
-    x = X.view(3, 1, 4, 6).repeat(1, 4, 1, 1) + torch.arange(4).view(4, 1, 1)
-    heads = 2 if "enable_gqa" in settings else 4
-    # Each value a unit vector: what comes out are the weights.
-    units = torch.eye(4, dtype=torch.float64).expand(3, heads, 4, 4)
+    """Drops elements of torch's own weights.
+
+    A query that attends to nothing gets zeros, and its gradient is not NaN.
+    """
+    heads = [X, X + 1, X + 2, X + 3]
+    x = torch.stack(heads, dim=1)
+    key_heads = 2 if "enable_gqa" in settings else 4
+    # Each value is a unit vector, so that the output is the weights.
+    identity = torch.eye(4, dtype=torch.float64)
+    units = identity.expand(3, key_heads, 4, 4)
 
     def function(x: Tensor, p: float = 0.5) -> Tensor:
-        query, key = x[..., :3], x[:, :heads, :, 3:]
+        query = x[..., :3]
+        key = x[:, :key_heads, :, 3:]
         return attend(query, key, units, dropout_p=p, **settings)
 
-    weights = torch.where(kept(0, (4, 4, 4)), 2 * function(x, 0.0), 0)
-    assert not weights.isnan().any()
-    close(called(function, x), weights)
-    params, apply = keyed(function)
-    grads = torch.func.grad(lambda p: apply(p, x, key=KEYS).square().sum())(params)
-    assert all(grad.isfinite().all() for grad in grads.values())
+    params, apply = as_module(function)
+
+    def loss(params: Any) -> Any:
+        return sum_squares(apply, params, x)
+
+    dropped = apply(params, x, key=KEYS)
+    grads = grad(loss)(params)
+
+    weights = function(x, p=0.0)
+    expected = drop_by_mask(weights)
+    assert not expected.isnan().any()
+    assert_close(dropped, expected)
+    for leaf in grads.values():
+        assert leaf.isfinite().all()
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_multihead_attention(need_weights: bool, batch_first: bool) -> None:
-    """torch's function, whose weights are dropped, with batches where it wants them."""
-    layer = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=batch_first).double()
-    params, apply = ps.from_module(layer)
+    """Drops weights of torch's layer, whichever dimension holds the batch."""
+    layer = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=batch_first)
+    params, apply = ps.from_module(layer.double())
     x = X if batch_first else X.transpose(0, 1)
+    inputs = (x, x, x)
 
-    given: Any = (params, x, x, x)
-    how: Any = {"need_weights": need_weights, "key": KEYS}
-    made, evaluated = (each(*given, **how)[0] for each in (apply, apply.eval))
-    projected = X @ params["in_proj_weight"].T + params["in_proj_bias"]
-    query, key, value = projected.view(3, 4, 3, 2, 3).permute(2, 0, 3, 1, 4)
-    weights = (query @ key.mT / 3**0.5).softmax(-1)
-    mixed = (torch.where(kept(0, (2, 4, 4)), 2 * weights, 0) @ value).transpose(1, 2)
-    out = mixed.reshape(3, 4, 6) @ params["out_proj.weight"].T + params["out_proj.bias"]
-    close(made if batch_first else made.transpose(0, 1), out)
-    assert not torch.equal(evaluated, made)
+    output, _ = apply(params, *inputs, need_weights=need_weights, key=KEYS)
+    evaluated, _ = apply.eval(params, *inputs, need_weights=need_weights, key=KEYS)
+
+    in_weight = params["in_proj_weight"]
+    projected = functional.linear(X, in_weight, params["in_proj_bias"])
+    by_head = projected.view(3, 4, 3, 2, 3)
+    query, key, value = by_head.permute(2, 0, 3, 1, 4)
+    scores = query @ key.mT / 3**0.5
+    dropped = drop_by_mask(scores.softmax(-1))
+    mixed = (dropped @ value).transpose(1, 2)
+    concatenated = mixed.reshape(3, 4, 6)
+    out_weight = params["out_proj.weight"]
+    expected = functional.linear(concatenated, out_weight, params["out_proj.bias"])
+    if not batch_first:
+        expected = expected.transpose(0, 1)
+    assert_close(output, expected)
+    assert not torch.equal(evaluated, output)
 
 
 def test_attention_that_drops_nothing_is_torchs() -> None:
-    attend = partial(functional.scaled_dot_product_attention, is_causal=True)
-    assert torch.equal(
-        called(lambda x: attend(x, x.flip(1), x)), attend(X, X.flip(1), X)
-    )
+    def function(x: Tensor) -> Tensor:
+        return attend(x, x.flip(1), x, is_causal=True)
+
+    assert_same(call_with_keys(function), function(X))
+
+
+Run = Callable[..., Any]
+
+
+def run_once(function: Run, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+run_checkpointed = partial(checkpoint, use_reentrant=False)
+
+
+def run_by_remat(function: Run, *args: Any) -> Any:
+    return ps.remat(function)(*args)
 
 
 class Noisy(nn.Module):
-    """Noise in places that may be computed again: in a method, in a module, and one in another."""
+    """Drops where it may be computed again: in a method, a module, and one in another."""
 
-    def __init__(self, again: Callable[..., Any] = lambda run, x: run(x)) -> None:
+    def __init__(self, recompute: Run = run_once) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
-        self.dropout, self.again = nn.Dropout(0.5), again
+        self.a = nn.Linear(6, 6).double()
+        self.b = nn.Linear(6, 6).double()
+        self.dropout = nn.Dropout(0.5)
+        self.recompute = recompute
 
     def inner(self, x: Tensor) -> Tensor:
         return functional.dropout(self.a(x)).tanh()
 
     def outer(self, x: Tensor) -> Tensor:
-        x = self.again(self.inner, x.tanh())
+        x = self.recompute(self.inner, x.tanh())
         return functional.dropout(self.b(x)).tanh()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.again(self.outer, self.dropout(self.a(x)))
-        x = self.again(self.dropout, x).tanh()
-        return functional.dropout(self.again(self.inner, x))
+        x = self.dropout(self.a(x))
+        x = self.recompute(self.outer, x)
+        x = self.recompute(self.dropout, x).tanh()
+        return functional.dropout(self.recompute(self.inner, x))
 
 
-def by_remat(run: Callable[..., Any], *args: Any) -> Any:
-    return ps.remat(run)(*args)
+def sum_squares(apply: Any, params: Any, x: Tensor = X, key: Any = KEYS) -> Any:
+    output = apply(params, x, key=key)
+    return output.square().sum()
 
 
-def gradient(apply: Any, params: Any) -> list[Tensor]:
-    leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
-    return [
-        *torch.autograd.grad(
-            apply(leaves, X, key=KEYS).square().sum(), [*leaves.values()]
-        )
-    ]
+def compute_grads(apply: Any, params: Any) -> list[Tensor]:
+    """Computes the gradients of the squares' sum by autograd."""
+    copies = {}
+    for name, leaf in params.items():
+        copies[name] = leaf.clone().requires_grad_()
+    total = sum_squares(apply, copies)
+    grads = torch.autograd.grad(total, list(copies.values()))
+    return list(grads)
 
 
-@pytest.mark.parametrize("again", [partial(checkpoint, use_reentrant=False), by_remat])
-def test_what_is_computed_again_draws_the_same(again: Any) -> None:
-    """To the bit; nested, and where the function is no module's call. The global generator stays where it is."""
+@pytest.mark.parametrize("recompute", [run_checkpointed, run_by_remat])
+def test_recomputation_draws_the_same(recompute: Any) -> None:
+    """To the bit: nested, and where the function is not a module's call.
+
+    The global generator stays where it is.
+    """
     params, plain = ps.from_module(Noisy())
-    _, apply = ps.from_module(Noisy(again))
+    _, inside = ps.from_module(Noisy(recompute))
 
     def around(params: Any, x: Tensor, key: Tensor) -> Any:
-        return again(lambda *given: plain(*given[:2], key=given[2]), params, x, key)
+        def function(params: Any, x: Tensor, key: Tensor) -> Any:
+            return plain(params, x, key=key)
 
-    before = torch.get_rng_state()
-    for each in (apply, around):
-        assert all(map(torch.equal, gradient(each, params), gradient(plain, params)))
-    assert torch.equal(before, torch.get_rng_state())
-    if again is by_remat:
-        sums = [lambda p, of=of: of(p, X, key=KEYS).sum() for of in (apply, plain)]
-        ours, theirs = (torch.func.grad(total)(params).values() for total in sums)
-        assert all(map(torch.equal, ours, theirs))
+        return recompute(function, params, x, key)
+
+    rng_state = torch.get_rng_state()
+    expected = compute_grads(plain, params)
+    for apply in (inside, around):
+        assert_same(compute_grads(apply, params), expected)
+    assert_same(rng_state, torch.get_rng_state())
+
+
+def test_recomputation_under_grad_draws_the_same() -> None:
+    params, plain = ps.from_module(Noisy())
+    _, recomputed = ps.from_module(Noisy(run_by_remat))
+
+    def sum_of(apply: Any) -> Callable[..., Any]:
+        return lambda params: apply(params, X, key=KEYS).sum()
+
+    grads = grad(sum_of(recomputed))(params)
+
+    expected = grad(sum_of(plain))(params)
+    assert_same(grads, expected)
 
 
 def test_a_checkpoint_that_begins_with_another_is_refused() -> None:
-    """Where no tensor by position tells in which of them a place is. Up to torch 2.11 every checkpoint begins by making a tensor, which tells it."""
+    """Only a tensor by position tells which of the two a dropout is in.
 
-    def once(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs)
+    Up to torch 2.11, every checkpoint begins by making a tensor, which tells it.
+    """
 
-    def outer(again: Callable[..., Any], x: Tensor) -> Tensor:
-        x = functional.dropout(again(functional.dropout, input=x).tanh())
+    def outer(recompute: Run, x: Tensor) -> Tensor:
+        x = recompute(functional.dropout, input=x)
+        x = functional.dropout(x.tanh())
         return functional.dropout(x.tanh())
 
-    def nested(again: Callable[..., Any], x: Tensor) -> Tensor:
-        return again(partial(outer, again), x)
+    def nested(recompute: Run, x: Tensor) -> Tensor:
+        return recompute(partial(outer, recompute), x)
 
-    def drawn(
-        function: Callable[..., Tensor], again: Callable[..., Any]
-    ) -> list[Tensor]:
-        params, apply = keyed(partial(function, again))
-        return gradient(apply, params)
+    def grads_of(function: Run, recompute: Run) -> list[Tensor]:
+        params, apply = as_module(partial(function, recompute))
+        return compute_grads(apply, params)
 
-    again = partial(checkpoint, use_reentrant=False)
+    def begins_without_draws(x: Tensor) -> Tensor:
+        return functional.dropout(run_checkpointed(torch.tanh, input=x))
+
     if torch.__version__ < "2.12":
-        assert all(map(torch.equal, drawn(nested, again), drawn(nested, once)))
+        grads = grads_of(nested, run_checkpointed)
+        assert_same(grads, grads_of(nested, run_once))
     else:
-        with pytest.raises(
-            ValueError, match="with key=, pass tensors to checkpoints by position"
-        ):
-            drawn(nested, again)
-    assert all(map(torch.equal, drawn(outer, again), drawn(outer, once)))
-    called(lambda x: again(lambda x: functional.dropout(again(torch.tanh, input=x)), x))
+        message = "with key=, pass tensors to checkpoints by position"
+        with pytest.raises(ValueError, match=message):
+            grads_of(nested, run_checkpointed)
+    grads = grads_of(outer, run_checkpointed)
+    assert_same(grads, grads_of(outer, run_once))
+    call_with_keys(lambda x: run_checkpointed(begins_without_draws, x))
+
+
+class CausalAttention(nn.Module):
+    """Attends to earlier rows of one text, or of several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        return functional.scaled_dot_product_attention(
+            self.scale * x, x, x, dropout_p=0.5, is_causal=True
+        )
+
+
+def test_causal_attention_of_one_text_under_vmap() -> None:
+    """Each query sees the keys up to its own, not the first one alone."""
+    texts = torch.randn(4, 5, 3, dtype=torch.float64)
+    keys = ps.random.split(ps.random.key(0), 4)
+    params, apply = ps.from_module(CausalAttention())
+    together = apply(params, texts, key=keys)
+    one_by_one = vmap(lambda x, key: apply(params, x, key=key))(texts, keys)
+    torch.testing.assert_close(one_by_one, together, rtol=0, atol=1e-12)
 
 
 def test_the_same_under_transforms(fresh_compiler: None) -> None:
-    """``grad``, and ``vmap`` of one key each. A compiler sees no checkpoint within."""
+    """``grad``, and ``vmap`` of one key for each row."""
     params, apply = ps.from_module(Noisy())
 
-    def loss(params: Any, x: Tensor, key: Tensor) -> Tensor:
-        return apply(params, x, key=key).square().sum()
+    loss_grad = grad(partial(sum_squares, apply))
 
-    grads = torch.func.grad(loss)(params, X, KEYS)
-    assert all(map(torch.equal, grads.values(), gradient(apply, params)))
-    per_row = torch.vmap(torch.func.grad(loss), (None, 0, 0))(params, X, KEYS)
-    close([leaf.sum(0) for leaf in per_row.values()], [*grads.values()])
-    params, apply = keyed(
-        lambda x: checkpoint(functional.dropout, x, use_reentrant=False)
-    )
+    grads = loss_grad(params, X, KEYS)
+    per_row = vmap(loss_grad, (None, 0, 0))(params, X, KEYS)
+
+    expected = compute_grads(apply, params)
+    for actual, leaf in zip(grads.values(), expected, strict=True):
+        assert_same(actual, leaf)
+    for name, leaf in per_row.items():
+        assert_close(leaf.sum(0), grads[name])
+
+
+def test_a_compiler_refuses_draws_within_a_checkpoint(fresh_compiler: None) -> None:
+    def function(x: Tensor) -> Any:
+        return run_checkpointed(functional.dropout, x)
+
     with pytest.raises(Exception, match="draws without keys within a checkpoint"):
-        traced(apply)(params, X, key=KEYS)
+        call_compiled(function)
 
 
-OTHERS = "numpy's or Python's generator has drawn"
+OTHER_GENERATORS = "numpy's or Python's generator has drawn"
+
+
+def draw_with_a_generator(x: Tensor) -> Tensor:
+    generator = torch.Generator()
+    return x + torch.rand([], generator=generator)
+
+
+def draw_bernoulli(x: Tensor) -> Tensor:
+    drawn = torch.empty_like(x)
+    return x * drawn.bernoulli_()
+
+
+def draw_multinomial(x: Tensor) -> Tensor:
+    probabilities = x.detach().abs()[0]
+    return torch.multinomial(probabilities, 2)
+
+
 WITHOUT_KEYS: list[tuple[str, Any]] = [
     ("rand", lambda x: x + torch.rand(3, 4, 6)),
-    ("rand", lambda x: x + torch.rand([], generator=torch.Generator())),
-    ("bernoulli_", lambda x: x * torch.empty_like(x).bernoulli_()),
+    ("rand", draw_with_a_generator),
+    ("bernoulli_", draw_bernoulli),
     ("normal_", lambda x: x + nn.init.normal_(torch.empty(6))),
-    ("multinomial", lambda x: torch.multinomial(x.detach().abs()[0], 2)),
+    ("multinomial", draw_multinomial),
     ("rrelu_with_noise", nn.RReLU()),
     ("exponential_", functional.gumbel_softmax),
     ("native_dropout", lambda x: torch.native_dropout(x, 0.5, True)),
     ("bernoulli_", lambda x: attention_in_steps(x, x, x, None, 0.5)),
-    (OTHERS, lambda x: x * random.random()),
-    (OTHERS, lambda x: x * numpy.random.rand()),
+    (OTHER_GENERATORS, lambda x: x * random.random()),
+    (OTHER_GENERATORS, lambda x: x * numpy.random.rand()),
 ]
 
 
 @pytest.mark.parametrize(("name", "function"), WITHOUT_KEYS)
-def test_what_no_key_reaches_is_refused_by_name(name: str, function: Any) -> None:
+def test_draws_without_keys_are_refused_by_name(name: str, function: Any) -> None:
+    message = f"^{name}.* (that|which) no key reaches"
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"^{name}.* (that|which) no key reaches"):
-            called(function)
+        with pytest.raises(ValueError, match=message):
+            call_with_keys(function)
 
 
 def test_one_number_for_all_rows_is_refused_after_a_call_with_one_row() -> None:
-    params, apply = keyed(lambda x: x * torch.rand(1))
-    apply(params, X[:1], key=KEYS[:1])
-    with pytest.raises(
-        ValueError, match=r"^rand draws random numbers that no key reaches"
-    ):
+    params, apply = as_module(lambda x: x * torch.rand(1))
+    one_row = X[:1]
+    apply(params, one_row, key=KEYS[:1])
+
+    message = r"^rand draws random numbers that no key reaches"
+    with pytest.raises(ValueError, match=message):
         apply(params, X, key=KEYS)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_kernels_are_refused_where_they_drop(kind: Any) -> None:
-    for rate in (0.0, 0.5):
-        params, apply = ps.from_module(
-            kind(6, 6, 2, dropout=rate, batch_first=True).double()
-        )
-        expected = apply.eval(params, X)[0]
-        assert torch.equal(apply.eval(params, X, key=KEYS)[0], expected)
-        refused = pytest.raises(ValueError, match="a recurrent layer with dropout")
-        with refused if rate else nullcontext():
-            assert torch.equal(apply(params, X, key=KEYS)[0], expected)
+RECURRENT = [nn.LSTM, nn.GRU, nn.RNN]
 
 
-def timm(x: Tensor, keep: float) -> Tensor:
-    drawn = x.new_empty((len(x),) + (1,) * (x.ndim - 1)).bernoulli_(keep)
+@pytest.mark.parametrize("layer", RECURRENT)
+def test_recurrent_kernels_that_do_not_drop(layer: Any) -> None:
+    module = layer(6, 6, 2, dropout=0.0, batch_first=True)
+    params, apply = ps.from_module(module.double())
+
+    output, _ = apply(params, X, key=KEYS)
+    evaluated, _ = apply.eval(params, X, key=KEYS)
+
+    without_keys, _ = apply.eval(params, X)
+    assert_same(output, without_keys)
+    assert_same(evaluated, without_keys)
+
+
+@pytest.mark.parametrize("layer", RECURRENT)
+def test_recurrent_kernels_are_refused_where_they_drop(layer: Any) -> None:
+    module = layer(6, 6, 2, dropout=0.5, batch_first=True)
+    params, apply = ps.from_module(module.double())
+
+    evaluated, _ = apply.eval(params, X, key=KEYS)
+
+    without_keys, _ = apply.eval(params, X)
+    assert_same(evaluated, without_keys)
+    with pytest.raises(ValueError, match="a recurrent layer with dropout"):
+        apply(params, X, key=KEYS)
+
+
+def shape_of_one_for_each_row(x: Tensor) -> list[int]:
+    others = [1 for _ in x.shape[1:]]
+    return [len(x), *others]
+
+
+def drop_path_as_timm(x: Tensor, keep: float) -> Tensor:
+    drawn = x.new_empty(shape_of_one_for_each_row(x)).bernoulli_(keep)
     return x * drawn.div_(keep)
 
 
-def swin(x: Tensor, keep: float) -> Tensor:
-    drawn = keep + torch.rand(
-        (len(x),) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device
-    )
+def drop_path_as_swin(x: Tensor, keep: float) -> Tensor:
+    shape = shape_of_one_for_each_row(x)
+    drawn = keep + torch.rand(shape, dtype=x.dtype, device=x.device)
     return x.div(keep) * drawn.floor_()
 
 
-@pytest.mark.parametrize("path", [timm, swin])
-def test_paths_are_dropped_by_example(path: Any, fresh_compiler: None) -> None:
-    """As libraries draw them: one number each, of the example's own key, eager, compiled and alone."""
-    keys = ps.random.split(ps.random.key(1), 64)
+@pytest.mark.parametrize("drop_path", [drop_path_as_timm, drop_path_as_swin])
+def test_paths_are_dropped_by_example(drop_path: Any, fresh_compiler: None) -> None:
+    """As libraries draw them: one number for each example, by its key.
+
+    Eager, compiled, and each example alone.
+    """
+    keys = split(make_key(1), 64)
     x = X[:1].expand(64, 4, 6)
-    params, apply = keyed(lambda x: path(path(x, 0.75), 0.875))
-    made = apply(params, x, key=keys)
-    whole = (made != 0).all(2).all(1)
-    assert ((made == 0).all(2).all(1) | whole).all()
-    assert abs(whole.double().mean() - 0.65625) < 4 * (0.65625 * 0.34375 / 64) ** 0.5
-    if path is swin and torch.__version__ < "2.12":
-        with pytest.raises(
-            Exception, match=r"compiler of torch 2\.11.* hides torch.rand from key="
-        ):
-            traced(apply)(params, x, key=keys)
+
+    def drop_twice(x: Tensor) -> Tensor:
+        x = drop_path(x, 0.75)
+        return drop_path(x, 0.875)
+
+    def call_with_one(x: Tensor, key: Tensor) -> Any:
+        return call_with_keys(drop_twice, x[None], key[None])
+
+    output = call_with_keys(drop_twice, x, keys)
+    one_by_one = [call_with_one(x[0], key) for key in keys]
+    mapped = vmap(call_with_one)(x, keys)
+
+    is_dropped = (output == 0).all(2).all(1)
+    passes = (output != 0).all(2).all(1)
+    assert (is_dropped | passes).all()
+    p = 0.75 * 0.875
+    deviation = (p * (1 - p) / 64) ** 0.5
+    mean = passes.double().mean()
+    assert abs(mean - p) < 4 * deviation
+    assert_same(output, torch.cat(one_by_one))
+    assert_same(output, mapped.flatten(0, 1))
+    if drop_path is drop_path_as_swin and torch.__version__ < "2.12":
+        message = r"compiler of torch 2\.11.* hides torch.rand from key="
+        with pytest.raises(Exception, match=message):
+            call_compiled(drop_twice, x, keys)
     else:
-        assert torch.equal(made, traced(apply)(params, x, key=keys))
-    assert torch.equal(
-        made, torch.cat([apply(params, x[:1], key=key[None]) for key in keys])
-    )
-    alone = torch.vmap(lambda x, key: apply(params, x[None], key=key)[0])(x, keys)
-    assert torch.equal(made, alone)
+        assert_same(output, call_compiled(drop_twice, x, keys))
     with pytest.raises(ValueError, match="random numbers that no key reaches"):
-        called(lambda x: path(x[0], 0.5))
-    fair = called(lambda x: x.new_ones(3, 1).bernoulli_())
-    assert torch.equal(fair, called(lambda x: x.new_ones(3, 1).bernoulli_(0.5)))
-    assert torch.equal(
-        called(lambda x: torch.rand(3)), called(lambda x: torch.rand(size=(3,)))
-    )
+        call_with_keys(lambda x: drop_path(x[0], 0.5))
+
+
+def test_ways_to_draw_one_number_by_example() -> None:
+    def bernoulli_by_default(x: Tensor) -> Tensor:
+        drawn = x.new_ones(3, 1)
+        return drawn.bernoulli_()
+
+    def bernoulli_by_p(x: Tensor) -> Tensor:
+        drawn = x.new_ones(3, 1)
+        return drawn.bernoulli_(0.5)
+
+    by_default = call_with_keys(bernoulli_by_default)
+    assert_same(by_default, call_with_keys(bernoulli_by_p))
+
+    by_int = call_with_keys(lambda x: torch.rand(3))
+    by_size = call_with_keys(lambda x: torch.rand(size=(3,)))
+    assert_same(by_int, by_size)
 
 
 def test_tokens_of_all_examples_in_one_dimension() -> None:
-    """As OPT has them in its feed-forward layers: it takes keys of tokens."""
-    params, apply = keyed(lambda x: functional.dropout(x.flatten(0, 1)).view_as(x))
-    with pytest.raises(
-        ValueError, match=r"key=ps\.random\.token_keys\(keys\[:, None\], mask, pos"
-    ):
-        apply(params, X, key=KEYS)
+    """As the feed-forward layers of OPT have them, which take keys of tokens."""
+
+    def drop_flattened(x: Tensor) -> Tensor:
+        dropped = functional.dropout(x.flatten(0, 1))
+        return dropped.view_as(x)
+
+    message = r"key=ps\.random\.token_keys\(keys\[:, None\], mask, pos"
+    with pytest.raises(ValueError, match=message):
+        call_with_keys(drop_flattened)
+
     positions = torch.arange(4).expand(3, 4)
-    tokens = ps.random.token_keys(KEYS[:, None], torch.ones_like(positions), positions)
-    assert torch.equal(apply(params, X, key=tokens), called(functional.dropout))
+    segments = torch.ones_like(positions)
+    keys = KEYS.unsqueeze(1)
+    token_keys = ps.random.token_keys(keys, segments, positions)
+    dropped = call_with_keys(drop_flattened, key=token_keys)
+
+    assert_same(dropped, call_with_keys(functional.dropout))
     with pytest.raises(ValueError, match="dropout1d drops channels"):
-        called(functional.dropout1d, key=tokens)
+        call_with_keys(functional.dropout1d, key=token_keys)
 
 
 def test_examples_that_are_not_first_are_refused() -> None:
-    """Also where there are as many tokens as rows, and attention takes examples second, as torch's does."""
-    for x in (X.transpose(0, 1), X[:1], X[0]):
-        with pytest.raises(
-            ValueError, match=r"dropout in the module .* first dimension is not"
-        ):
-            called(functional.dropout, x)
+    message = r"dropout in the module .* first dimension is not"
+    with pytest.raises(ValueError, match=message):
+        call_with_keys(functional.dropout, X.transpose(0, 1))
+    with pytest.raises(ValueError, match=message):
+        call_with_keys(functional.dropout, X[:1])
+    with pytest.raises(ValueError, match=message):
+        call_with_keys(functional.dropout, X[0])
     with pytest.raises(TypeError, match=r"key= takes keys of ps.random.* by position"):
-        called(functional.dropout, key=torch.ones(3))
+        call_with_keys(functional.dropout, key=torch.ones(3))
+    call_with_keys(functional.dropout, X[:, :3])
+
+
+@pytest.mark.parametrize("attention_dropout", [0.5, 0.0])
+def test_attention_whose_examples_are_second_is_refused(
+    attention_dropout: float,
+) -> None:
+    """Also where there are as many tokens as rows."""
     layer = nn.TransformerEncoderLayer(6, 2, 8, 0.5).double()
-    second = Of(lambda m, x: m.layer(x.transpose(0, 1)).transpose(0, 1), layer=layer)
-    for layer.self_attn.dropout in (0.5, 0.0):
-        params, apply = ps.from_module(second)
-        for x, message in (
-            (X[:, :3], "first dimension may be not"),
-            (X, "first dimension is not"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                apply(params, x, key=KEYS)
-    apply(params, X[:1, :1], key=KEYS[:1])
-    called(functional.dropout, X[:, :3])
+    layer.self_attn.dropout = attention_dropout
+
+    def run_transposed(module: Any, x: Tensor) -> Any:
+        output = module.layer(x.transpose(0, 1))
+        return output.transpose(0, 1)
+
+    params, apply = ps.from_module(FunctionModule(run_transposed, layer=layer))
+
+    with pytest.raises(ValueError, match="first dimension may be not"):
+        apply(params, X[:, :3], key=KEYS)
+    with pytest.raises(ValueError, match="first dimension is not"):
+        apply(params, X, key=KEYS)
+    if attention_dropout == 0.0:
+        apply(params, X[:1, :1], key=KEYS[:1])
 
 
 @pytest.mark.parametrize(
@@ -403,33 +671,34 @@ def test_hugging_face_models_draw_the_same_alone_padded_and_packed(
     family: str, attention: str
 ) -> None:
     """With all dropouts on, to rounding: in float32, in which Llama computes norms."""
+    module = with_dropout(with_large_weights(make_model(family, attention)), 0.25)
     apply: Any
-    params, apply = ps.from_module(
-        with_dropout(looking_back(model(family, attention)), 0.25)
-    )
+    params, apply = ps.from_module(module)
 
-    def total(m: Any) -> Any:
-        key, segments, more = (
-            m["key"],
-            m.get("segments", m["attention_mask"]),
-            {"use_cache": False},
-        )
-        if "positions" in m:
-            key = ps.random.token_keys(key, segments, m["positions"])
-            more["position_ids"] = m["positions"]
-        mask = ps.segment_mask(segments, torch.float64)
-        logits = apply(
-            params, m["input_ids"], key=key, attention_mask=mask, **more
-        ).logits
-        return ps.losses.cross_entropy(logits, m["labels"]).sum()
+    def sum_losses(microbatch: Any) -> Any:
+        key = microbatch["key"]
+        segments = microbatch.get("segments", microbatch["attention_mask"])
+        inputs: dict[str, Any] = {"use_cache": False}
+        if "positions" in microbatch:
+            positions = microbatch["positions"]
+            key = ps.random.token_keys(key, segments, positions)
+            inputs["position_ids"] = positions
+        inputs["attention_mask"] = ps.segment_mask(segments, torch.float64)
+        output = apply(params, microbatch["input_ids"], key=key, **inputs)
+        losses = ps.losses.cross_entropy(output.logits, microbatch["labels"])
+        return losses.sum()
 
-    texts = ps.random.with_keys(examples(family), ps.random.key(9))
-    alone = sum(total(ps.pack([text], max_tokens=10)[0]) for text in texts)
-    padded, packed = (
-        ps.pack(texts[::-1], max_tokens=24),
-        ps.pack_documents(texts, row_tokens=12),
-    )
-    for group in (padded, [packed]):
-        assert abs(sum(map(total, group)) / alone - 1) < 1e-6
-    other = ps.random.with_keys(examples(family), ps.random.key(10))
-    assert abs(sum(map(total, ps.pack(other, max_tokens=100))) / alone - 1) > 1e-4
+    def sum_packed(texts: Any, max_tokens: int) -> Any:
+        group = ps.pack(texts, max_tokens=max_tokens)
+        return sum(sum_losses(microbatch) for microbatch in group)
+
+    texts = with_keys(make_examples(family), make_key(9))
+    alone = sum(sum_packed([text], max_tokens=10) for text in texts)
+    padded = sum_packed(texts[::-1], max_tokens=24)
+    packed = sum_losses(ps.pack_documents(texts, row_tokens=12))
+    with_other_keys = with_keys(make_examples(family), make_key(10))
+    different = sum_packed(with_other_keys, max_tokens=100)
+
+    assert abs(padded / alone - 1) < 1e-6
+    assert abs(packed / alone - 1) < 1e-6
+    assert abs(different / alone - 1) > 1e-4

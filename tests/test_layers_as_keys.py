@@ -16,7 +16,17 @@ SGD = ps.optim.sgd(1.0)
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    layers = [nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)]
+    return nn.Sequential(*layers).double()
+
+
+def squared_outputs(output: Tensor) -> Tensor:
+    """Computes one loss for each row."""
+    return output.squeeze(-1) ** 2
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 def compile_all(module: nn.Sequential) -> None:
@@ -31,57 +41,74 @@ def compile_a_method(module: nn.Sequential) -> None:
     module[2].forward = torch.compile(module[2].forward, backend="eager")
 
 
-def graphs(step: Any) -> Any:
+def keep_eager(step: Any) -> Any:
+    return step
+
+
+def compile_step(step: Any) -> Any:
     return ps.compile(step, fullgraph=True, backend="eager")
 
 
-@pytest.mark.parametrize("wrap", [lambda step: step, graphs], ids=["eager", "compiled"])
+@pytest.mark.parametrize("wrap", [keep_eager, compile_step], ids=["eager", "compiled"])
 @pytest.mark.parametrize("prepare", [compile_all, compile_a_layer, compile_a_method])
 def test_what_was_compiled_before_computes_with_params(
     prepare: Callable[[nn.Sequential], None], wrap: Any, fresh_compiler: None
 ) -> None:
     """It was bound to the module's own weights: these layers had no gradient, without a word."""
     module = network()
-    losses = module(X).squeeze(-1) ** 2
-    wanted = torch.autograd.grad(losses.mean(), [*module.parameters()])
+    mean = squared_outputs(module(X)).mean()
+    expected = torch.autograd.grad(mean, list(module.parameters()))
     prepare(module)
     params, apply = ps.from_module(module)
-    step = wrap(
-        ps.make_update_step(
-            lambda p, x: apply(p, x).squeeze(-1) ** 2,
-            SGD,
-            weight_fn=lambda x: x[:, 0] < 9,
-        )
-    )
-    new = step(params, SGD.init(params), [X[:2], X[2:]])[0]
-    for name, grad in zip(params, wanted, strict=True):
-        torch.testing.assert_close(params[name] - new[name], grad, rtol=0, atol=1e-12)
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return squared_outputs(apply(p, x))
+
+    def weight_fn(x: Tensor) -> Tensor:
+        return x[:, 0] < 9
+
+    step = wrap(ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn))
+    group = [X[:2], X[2:]]
+    new, *_ = step(params, SGD.init(params), group)
+
+    for name, grad in zip(params, expected, strict=True):
+        assert_close(params[name] - new[name], grad)
 
 
 class ByIdentity(nn.Module):
-    """Asks for its layers, and for a weight, by what they are."""
+    """Finds its layers, and a weight, by identity."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.layers, self.way = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]), way
-        first, second = self.layers
-        self.residual, self.frozen = {first}, frozenset({first, "another"})
+        first = nn.Linear(5, 5)
+        second = nn.Linear(5, 5)
+        self.way = way
+        self.layers = nn.ModuleList([first, second])
+        self.residual = {first}
+        self.frozen = frozenset({first, "another"})
         self.scale = OrderedDict([(second, 1.0), (first, 3.0), ("another", 2.0)])
         self.default: Any = defaultdict(lambda: 1.0, {first: 3.0})
-        self.by_id, self.ids = {id(first.weight): 3.0}, {id(first), 1}
+        self.by_id = {id(first.weight): 3.0}
+        self.ids = {id(first), 1}
         self.number = id(first)
 
     def factor(self, layer: Any) -> float:
-        if self.way == "order of keys":
-            return 3.0 if layer is [*self.scale][1] else 1.0
-        ways: dict[str, Callable[[], float]] = {
-            "set": lambda: 3.0 if layer in self.residual else 1.0,
-            "frozenset": lambda: 3.0 if layer in self.frozen else 1.0,
-            "dict": lambda: self.scale[layer],
-            "defaultdict": lambda: self.default.get(layer, self.default["another"]),
-            "id of a weight": lambda: self.by_id.get(id(layer.weight), 1.0),
-            "set of ids": lambda: 3.0 if id(layer) in self.ids else 1.0,
-            "id in an attribute": lambda: 3.0 if id(layer) == self.number else 1.0,
+        """Returns 3 for the first layer and 1 for the second."""
+        if self.way == "dict":
+            return self.scale[layer]
+        if self.way == "defaultdict":
+            return self.default.get(layer, self.default["another"])
+        if self.way == "id of a weight":
+            return self.by_id.get(id(layer.weight), 1.0)
+        return 3.0 if self.is_first(layer) else 1.0
+
+    def is_first(self, layer: Any) -> bool:
+        ways: dict[str, Callable[[], bool]] = {
+            "set": lambda: layer in self.residual,
+            "frozenset": lambda: layer in self.frozen,
+            "order of keys": lambda: layer is list(self.scale)[1],
+            "set of ids": lambda: id(layer) in self.ids,
+            "id in an attribute": lambda: id(layer) == self.number,
         }
         return ways[self.way]()
 
@@ -94,25 +121,37 @@ class ByIdentity(nn.Module):
 @pytest.mark.parametrize(
     "way",
     [
-        "set", "frozenset", "dict", "defaultdict", "order of keys", "id of a weight", "set of ids",
+        "set",
+        "frozenset",
+        "dict",
+        "defaultdict",
+        "order of keys",
+        "id of a weight",
+        "set of ids",
         "id in an attribute",
     ],
-)  # fmt: skip
+)
 def test_parts_are_found_by_identity(way: str) -> None:
     """In each call these are other objects. Calls leave nothing behind in the module's."""
     module = ByIdentity(way).double()
     params, apply = ps.from_module(module)
-    sizes = len(module.scale), len(module.residual)
     doubled = {name: 2 * p for name, p in params.items()}
-    other = ByIdentity(way).double()
-    ps.to_module(doubled, other)
+    module_of_doubled = ByIdentity(way).double()
+    ps.to_module(doubled, module_of_doubled)
+    num_scales = len(module.scale)
+    num_residuals = len(module.residual)
+
     for _ in range(2):
         assert torch.equal(apply(params, X), module(X))
-        assert torch.equal(apply(doubled, X), other(X))
-    assert sizes == (len(module.scale), len(module.residual))
+        assert torch.equal(apply(doubled, X), module_of_doubled(X))
+    assert len(module.scale) == num_scales
+    assert len(module.residual) == num_residuals
 
 
-FEATURES: dict[Any, Tensor] = {}
+Features = dict[Any, Tensor]
+Hook = Callable[[nn.Module, Any, Tensor], None]
+
+FEATURES: Features = {}
 
 
 def fill_a_global(layer: nn.Module, args: Any, output: Tensor) -> None:
@@ -120,26 +159,32 @@ def fill_a_global(layer: nn.Module, args: Any, output: Tensor) -> None:
 
 
 class Recorder:
-    """An object that fills a dict of its own."""
+    """Fills a dict of its own."""
 
     def __init__(self) -> None:
-        self.features: dict[Any, Tensor] = {}
+        self.features: Features = {}
 
     def record(self, layer: nn.Module, args: Any, output: Tensor) -> None:
         self.features[layer] = output
 
 
-def hook_and_features(kind: str) -> tuple[Any, dict[Any, Tensor]]:
-    """A hook, and the dict that it fills by layer."""
-    if kind == "a global dict":
-        FEATURES.clear()
-        return fill_a_global, FEATURES
-    if kind == "an object":
-        recorder = Recorder()
-        return recorder.record, recorder.features
-    features: dict[Any, Tensor] = {}
-    if kind == "a method of the dict":
-        return lambda layer, args, output: features.__setitem__(layer, output), features
+def hook_with_global() -> tuple[Hook, Features]:
+    FEATURES.clear()
+    return fill_a_global, FEATURES
+
+
+def hook_of_object() -> tuple[Hook, Features]:
+    recorder = Recorder()
+    return recorder.record, recorder.features
+
+
+def hook_with_method() -> tuple[Hook, Features]:
+    features: Features = {}
+    return lambda layer, args, output: features.__setitem__(layer, output), features
+
+
+def hook_with_closure() -> tuple[Hook, Features]:
+    features: Features = {}
 
     def fill(layer: nn.Module, args: Any, output: Tensor) -> None:
         features[layer] = output
@@ -148,53 +193,60 @@ def hook_and_features(kind: str) -> tuple[Any, dict[Any, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["a closure", "a method of the dict", "an object", "a global dict"]
+    "make_hook",
+    [hook_with_closure, hook_with_method, hook_of_object, hook_with_global],
 )
 @pytest.mark.parametrize("looked_before", [True, False])
-def test_a_hook_fills_a_dict_by_layer(kind: str, looked_before: bool) -> None:
+def test_a_hook_fills_a_dict_by_layer(make_hook: Any, looked_before: bool) -> None:
     """Its entries are those of the call, under the module's own layers, with their gradient."""
     module = network()
-    hook, features = hook_and_features(kind)
+    hook, features = make_hook()
     module[1].register_forward_hook(hook)
     if looked_before:
         module(X)
+    params, apply = ps.from_module(module)
 
     def loss_of(output: Tensor) -> Tensor:
-        return output.squeeze(-1) ** 2 + features[module[1]].square().sum(-1)
+        penalty = features[module[1]].square().sum(-1)
+        return squared_outputs(output) + penalty
 
-    params, apply = ps.from_module(module)
-    step = ps.make_update_step(
-        lambda p, x: loss_of(apply(p, x)), SGD, weight_fn=lambda x: torch.ones(len(x))
-    )
-    new = step(params, SGD.init(params), [X])[0]
-    (wanted,) = torch.autograd.grad(
-        loss_of(module(X)).mean(), next(module.parameters())
-    )
-    torch.testing.assert_close(
-        params["0.weight"] - new["0.weight"], wanted, rtol=0, atol=1e-12
-    )
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return loss_of(apply(p, x))
+
+    def weight_fn(x: Tensor) -> Tensor:
+        return torch.ones(len(x))
+
+    step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
+    new, *_ = step(params, SGD.init(params), [X])
+
+    mean = loss_of(module(X)).mean()
+    first_weight = next(module.parameters())
+    (expected,) = torch.autograd.grad(mean, first_weight)
+    assert_close(params["0.weight"] - new["0.weight"], expected)
     for _ in range(3):
         apply(params, X)
-    assert [*features] == [module[1]]
+    assert list(features) == [module[1]]
 
 
 def test_a_hook_that_raises_leaves_the_modules_own_keys() -> None:
-    module, features = network(), dict[Any, int]()
-    features[module[1]] = 1
+    module = network()
+    layer = module[1]
+    features: dict[Any, int] = {layer: 1}
 
     def fail(layer: nn.Module, args: Any, output: Tensor) -> None:
         features[layer] += 1
         raise ZeroDivisionError
 
-    module[1].register_forward_hook(fail)
+    layer.register_forward_hook(fail)
     params, apply = ps.from_module(module)
+
     with pytest.raises(ZeroDivisionError):
         apply(params, X)
-    assert features == {module[1]: 2}
+    assert features == {layer: 2}
 
 
 def test_texts_among_the_arguments_are_not_kept_for_ever() -> None:
-    """Each prompt would be another kind of call, which is checked and remembered."""
+    """Each prompt would be another signature of a call, which is checked and remembered."""
 
     class Named(nn.Linear):
         def forward(self, x: Tensor, name: str) -> Tensor:  # type: ignore[override]
@@ -204,3 +256,26 @@ def test_texts_among_the_arguments_are_not_kept_for_ever() -> None:
     for number in range(100):
         apply(params, X, f"file {number}")
     assert len(vars(apply)["_known"]) < 20
+
+
+def test_a_hook_fills_its_dict_at_every_kind_of_call() -> None:
+    """Of many kinds of calls, only the first few are looked at whole."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 1).double()
+
+        def forward(self, x: Tensor, name: str) -> Any:
+            return self.layer(x)
+
+    module = Named()
+    features: dict[Any, Any] = {}
+    module.layer.register_forward_hook(
+        lambda layer, args, output: features.__setitem__(layer, output)
+    )
+    params, apply = ps.from_module(module)
+    for number in range(20):
+        output = apply(params, X * number, name=f"text {number}")
+        assert features[module.layer] is output
+        assert len(features) == 1

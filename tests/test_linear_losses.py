@@ -1,4 +1,7 @@
-"""Losses of a product: values and derivatives are those of whole logits, which are never made."""
+"""Tests losses of a product: values and derivatives are those of whole logits.
+
+The whole logits are never made.
+"""
 
 import math
 from collections.abc import Callable
@@ -8,67 +11,104 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
+from torch.func import grad, hessian, jacrev, jvp
 from torch.nn import functional
 
 import purestep as ps
-from proofs.logits import bounds, reference
+from proofs.logits import compute_reference, error_bounds
+from proofs.strategies import assert_same
 from purestep import tree
 from purestep.losses import linear_cross_entropy
-from purestep.testing.bounds import gamma
-from tests.logits import problem
+from purestep.testing.bounds import rounding_bound
+from tests.drawn_logits import draw_problem
 from tests.memory import LiveBytes
-from tests.torch_private import compiled_with_graphs
+from tests.torch_private import compile_and_list_graphs
 
 vjp: Callable[..., Any] = torch.func.vjp
-BIAS = problem(1, 7, 1).hidden[0]
+vmap: Callable[..., Any] = torch.vmap
+BIAS = draw_problem(1, 7, 1).hidden[0]
+WIDE = [torch.float64, torch.float32, torch.bfloat16]
+FLOATS = [*WIDE, torch.float16]
 
 
-def of_whole_logits(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *bias: Tensor, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, ignore_index: int = -100, soft_cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """What ``linear_cross_entropy`` computes, the usual way."""
-    logits = functional.linear(hidden, weight, *bias)
-    logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
-    z, picked = (
-        logits.logsumexp(-1),
-        logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)),
-    )
-    smooth = (1 - label_smoothing) * picked.squeeze(-1) + label_smoothing * logits.mean(
-        -1
-    )
-    return torch.where(labels == ignore_index, 0, z - smooth + z_loss * z.square())
+def copy_leaf(tensor: Tensor) -> Tensor:
+    """Copies a tensor into a new leaf that requires grad."""
+    return tensor.clone().requires_grad_()
+
+
+def sum_sizes(tensor: Tensor) -> Tensor:
+    return tensor.abs().sum()
+
+
+def assert_within(actual: Tensor, expected: Any, bound: Any) -> None:
+    """Compares element by element, up to this absolute error."""
+    error = (actual - expected).abs()
+    assert (error <= bound).all()
+
+
+def cross_entropy_of_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Computes what ``linear_cross_entropy`` does, the usual way."""
+    logits = functional.linear(hidden, weight, bias)
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    z = logits.logsumexp(-1)
+    index = labels.clamp(min=0).unsqueeze(-1)
+    label_logits = logits.gather(-1, index).squeeze(-1)
+    of_label = (1 - label_smoothing) * label_logits
+    of_all = label_smoothing * logits.mean(-1)
+    losses = z - of_label - of_all + z_loss * z.square()
+    return torch.where(labels == ignore_index, 0, losses)
 
 
 @given(
-    st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from(FLOATS),
     st.sampled_from([0, 1, 3, 20]),
     st.sampled_from([1, 2, 33]),
     st.sampled_from([1, 5, 64]),
     st.sampled_from([None, 1, 3, 7, 100]),
 )
 def test_linear_is_as_exact_as_its_dtype(
-    dtype: torch.dtype, tokens: int, features: int, classes: int, chunk: int | None
+    dtype: torch.dtype,
+    tokens: int,
+    features: int,
+    classes: int,
+    chunk: int | None,
 ) -> None:
-    """Losses, and gradients of any cotangent, within what rounding can do, whatever the chunk."""
-    case = problem(tokens, features, classes, dtype, seed=features)
-    hidden, weight = (
-        case.hidden.clone().requires_grad_(),
-        case.weight.clone().requires_grad_(),
-    )
-    losses = linear_cross_entropy(hidden, weight, case.labels, chunk=chunk)
+    """Losses and gradients are within what rounding can do, whatever the chunk."""
+    case = draw_problem(tokens, features, classes, dtype, seed=features)
+    hidden = copy_leaf(case.hidden)
+    weight = copy_leaf(case.weight)
+
+    losses = linear_cross_entropy(hidden, weight, case.labels, chunk_size=chunk)
+    cotangents = case.cotangents.to(losses.dtype)
+    case = case._replace(cotangents=cotangents)
+    grads = torch.autograd.grad(losses, (hidden, weight), cotangents)
+    hidden_grad, weight_grad = grads
+
     assert losses.dtype == tree.accumulation_dtype(dtype)
-    case = case._replace(cotangents=case.cotangents.to(losses.dtype))
-    grads = torch.autograd.grad(losses, (hidden, weight), case.cotangents)
-    assert [each.dtype for each in grads] == [dtype, dtype]
-    exact, allowed = reference(case), bounds(case)
-    # Below its least normal number, what half precision rounds to is a fixed distance away.
-    tiny = torch.finfo(dtype).tiny
-    for name, found in zip(
-        ("losses", "hidden", "weight"), (losses, *grads), strict=True
-    ):
-        error = (found.detach().double() - exact[name]).abs()
-        assert (error <= allowed[name] + tiny * (1 + tokens)).all(), name
+    assert hidden_grad.dtype == dtype
+    assert weight_grad.dtype == dtype
+    exact = compute_reference(case)
+    allowed = error_bounds(case)
+    # Below its least normal number, half precision rounds to multiples of a fixed number.
+    tiny = torch.finfo(dtype).tiny * (1 + tokens)
+    actual = {
+        "losses": losses.detach(),
+        "hidden": hidden_grad,
+        "weight": weight_grad,
+    }
+    for name, value in actual.items():
+        bound = allowed[name] + tiny
+        assert_within(value.double(), exact[name], bound)
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -80,174 +120,289 @@ OPTIONS = st.fixed_dictionaries(
     }
 )
 SHAPES = st.sampled_from([(), (4,), (2, 3), (2, 0)])
+CHUNKS = st.sampled_from([None, 1, 4, 7])
 
 
-@given(
-    SHAPES, OPTIONS, st.booleans(), st.sampled_from([None, 1, 4, 7]), st.integers(0, 3)
-)
+@given(SHAPES, OPTIONS, st.booleans(), CHUNKS, st.integers(0, 3))
 def test_linear_is_cross_entropy_of_the_product(
-    shape: tuple[int, ...], options: Any, biased: bool, chunk: int | None, seed: int
+    shape: tuple[int, ...],
+    options: Any,
+    biased: bool,
+    chunk: int | None,
+    seed: int,
 ) -> None:
-    """With all options, values and gradients, in float64. Each of few terms rounds as often as its sums are long."""
-    features, classes, tokens = 3, 7, math.prod(shape)
-    case = problem(tokens, features, classes, seed=seed)
-    hidden, labels = case.hidden.reshape(*shape, features), case.labels.reshape(shape)
+    """Values and gradients in float64, with all options.
+
+    Each of few terms rounds as often as its sums are long.
+    """
+    features = 3
+    classes = 7
+    tokens = math.prod(shape)
+    case = draw_problem(tokens, features, classes, seed=seed)
+    hidden = case.hidden.reshape(*shape, features)
+    labels = case.labels.reshape(shape)
+    cotangents = case.cotangents.reshape(shape)
     if tokens > 1:
         labels.view(-1)[seed % tokens] = options["ignore_index"]
-    given_ = (hidden, case.weight, *([BIAS] if biased else []))
-    cotangents = case.cotangents.reshape(shape)
-    found, pull = vjp(
-        lambda h, w, *b: linear_cross_entropy(h, w, labels, *b, chunk=chunk, **options),
-        *given_,
-    )
-    expected, pull_all = vjp(
-        lambda h, w, *b: of_whole_logits(h, w, labels, *b, **options), *given_
-    )
-    size = (
-        1 + (hidden.abs() @ case.weight.abs().T + biased * BIAS.abs()).max()
-        if tokens
-        else 1.0
-    )
-    unit = gamma(8 * (features + classes + tokens + 32), torch.float64) * size**2
-    assert found.shape == labels.shape
-    assert ((found - expected).abs() <= unit).all()
-    assert (found[labels == options["ignore_index"]] == 0).all()
+    inputs = [hidden, case.weight]
+    if biased:
+        inputs.append(BIAS)
+
+    def in_chunks(h: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear_cross_entropy(h, w, labels, bias, chunk_size=chunk, **options)
+
+    def usual(h: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        return cross_entropy_of_logits(h, w, labels, bias, **options)
+
+    losses, pull = vjp(in_chunks, *inputs)
+    expected, pull_expected = vjp(usual, *inputs)
+
+    size: Any = 1.0
+    if tokens:
+        magnitudes = hidden.abs() @ case.weight.abs().T
+        if biased:
+            magnitudes = magnitudes + BIAS.abs()
+        size = 1 + magnitudes.max()
+    roundings = 8 * (features + classes + tokens + 32)
+    unit = rounding_bound(roundings, torch.float64) * size**2
+    assert losses.shape == labels.shape
+    assert_within(losses, expected, unit)
+    ignored = labels == options["ignore_index"]
+    assert (losses[ignored] == 0).all()
     # A token's logits have gradients of at most 4 in sum, each times what it was made of.
-    factor = (
-        4 * cotangents.abs().sum() * (1 + hidden.abs().sum() + case.weight.abs().sum())
-    )
-    for one, other in zip(pull(cotangents), pull_all(cotangents), strict=True):
-        assert ((one - other).abs() <= unit * factor).all()
+    inputs_size = 1 + sum_sizes(hidden) + sum_sizes(case.weight)
+    bound = unit * 4 * sum_sizes(cotangents) * inputs_size
+    grads = pull(cotangents)
+    expected_grads = pull_expected(cotangents)
+    for actual, expected_grad in zip(grads, expected_grads, strict=True):
+        assert_within(actual, expected_grad, bound)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", ["ignored", "no cotangent"])
-def test_tokens_that_do_not_count_may_be_anything(how: str, dtype: torch.dtype) -> None:
+def check_uncounted_tokens(
+    dtype: torch.dtype,
+    labels: Tensor,
+    cotangents: Tensor,
+    uncounted: Tensor,
+) -> Any:
+    """Compares NaN with zero as hidden states of these tokens, and returns the losses."""
+    case = draw_problem(6, 4, 10, dtype)
+
+    def run(fill: float) -> Any:
+        rows = uncounted.unsqueeze(1)
+        hidden = copy_leaf(torch.where(rows, fill, case.hidden))
+        weight = copy_leaf(case.weight)
+        bias = copy_leaf(torch.ones(10, dtype=dtype))
+        losses = linear_cross_entropy(hidden, weight, labels, bias, chunk_size=3)
+        leaves = (hidden, weight, bias)
+        grads = torch.autograd.grad(losses, leaves, cotangents.to(losses))
+        return losses, grads
+
+    losses, grads = run(fill=math.nan)
+    _, expected = run(fill=0.0)
+
+    hidden_grad, *_ = grads
+    gets_no_gradient = hidden_grad.eq(0).all(1)
+    assert_same(gets_no_gradient, uncounted)
+    assert_same(grads, expected)
+    return losses
+
+
+UNCOUNTED = torch.tensor([False, True, False, False, True, True])
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_ignored_tokens_may_be_anything(dtype: torch.dtype) -> None:
     """A NaN there gives what a zero gives, to the bit, and gets exactly zero."""
-    case = problem(6, 4, 10, dtype)
-    out = torch.tensor([False, True, False, False, True, True])
-    labels = torch.where(out, -100, case.labels) if how == "ignored" else case.labels
-    cotangents = torch.where(out, float(how == "ignored"), case.cotangents)
+    case = draw_problem(6, 4, 10, dtype)
+    labels = torch.where(UNCOUNTED, -100, case.labels)
+    cotangents = torch.where(UNCOUNTED, 1.0, case.cotangents)
 
-    def run(filled: float) -> tuple[Tensor, ...]:
-        hidden = torch.where(out[:, None], filled, case.hidden).requires_grad_()
-        weight, bias = case.weight.clone().requires_grad_(), torch.ones(10, dtype=dtype)
-        losses = linear_cross_entropy(
-            hidden, weight, labels, bias.requires_grad_(), chunk=3
-        )
-        return losses, *torch.autograd.grad(
-            losses, (hidden, weight, bias), cotangents.to(losses)
-        )
+    losses = check_uncounted_tokens(dtype, labels, cotangents, UNCOUNTED)
 
-    losses, *grads = run(math.nan)
-    assert how == "no cotangent" or (losses[out] == 0).all()
-    assert torch.equal(grads[0].eq(0).all(1), out)
-    for one, other in zip(grads, run(0.0)[1:], strict=True):
-        assert torch.equal(one, other)
+    assert (losses[UNCOUNTED] == 0).all()
 
 
-def test_a_chunk_that_is_ruled_out() -> None:
-    """A bias of −∞ fills up a vocabulary: no probability, no gradient, no NaN; derived twice too."""
-    case = problem(3, 4, 10)
-    labels, bias = case.labels % 4, torch.zeros(10, dtype=torch.float64)
+@pytest.mark.parametrize("dtype", WIDE)
+def test_tokens_without_a_cotangent_may_be_anything(dtype: torch.dtype) -> None:
+    """A NaN there gives what a zero gives, to the bit, and gets exactly zero."""
+    case = draw_problem(6, 4, 10, dtype)
+    cotangents = torch.where(UNCOUNTED, 0.0, case.cotangents)
+
+    check_uncounted_tokens(dtype, case.labels, cotangents, UNCOUNTED)
+
+
+@pytest.mark.parametrize("chunk_size", [2, 3, 10])
+def test_a_chunk_that_is_ruled_out(chunk_size: int) -> None:
+    """A bias of −∞ fills up a vocabulary: no probability, no gradient, no NaN.
+
+    Also in second derivatives.
+    """
+    case = draw_problem(3, 4, 10)
+    labels = case.labels % 4
+    few_classes = case.weight[:4]
+    bias = torch.zeros(10, dtype=torch.float64)
     bias[4:] = -math.inf
 
-    def loss(hidden: Tensor, weight: Tensor, chunk: int, bias: Tensor | None) -> Tensor:
-        return linear_cross_entropy(hidden, weight, labels, bias, chunk=chunk).sum()
+    def loss_of_all(hidden: Tensor, weight: Tensor) -> Tensor:
+        losses = linear_cross_entropy(hidden, weight, labels, bias, chunk_size=chunk_size)
+        return losses.sum()
 
-    for derivative in (torch.func.grad(loss, (0, 1)), torch.func.hessian(loss)):
-        short = derivative(case.hidden, case.weight[:4], 4, None)
-        for chunk in (2, 3, 10):
-            found = derivative(case.hidden, case.weight, chunk, bias)
-            torch.testing.assert_close(found[0], short[0])
-            if isinstance(found, tuple) and found[1].ndim == 2:
-                torch.testing.assert_close(found[1][:4], short[1])
-                assert (found[1][4:] == 0).all()
+    def loss_of_few(hidden: Tensor, weight: Tensor) -> Tensor:
+        losses = linear_cross_entropy(hidden, weight, labels, chunk_size=4)
+        return losses.sum()
+
+    hidden_grad, weight_grad = grad(loss_of_all, (0, 1))(case.hidden, case.weight)
+    second = hessian(loss_of_all)(case.hidden, case.weight)
+
+    expected, expected_few = grad(loss_of_few, (0, 1))(case.hidden, few_classes)
+    expected_second = hessian(loss_of_few)(case.hidden, few_classes)
+    torch.testing.assert_close(hidden_grad, expected)
+    torch.testing.assert_close(weight_grad[:4], expected_few)
+    assert (weight_grad[4:] == 0).all()
+    torch.testing.assert_close(second, expected_second)
 
 
-G, V = torch.func.grad, torch.vmap
+INPUTS = (0, 1, 2)
+"""The positions of hidden, weight and bias; that of labels is 3."""
+
+
+def vmap_of_grad_over_hidden(loss: Any) -> Any:
+    return vmap(grad(loss, INPUTS), (0, None, None, 0))
+
+
+def vmap_of_grad_over_labels(loss: Any) -> Any:
+    grads = vmap(grad(loss, INPUTS), (None, None, None, 0))
+    return lambda hidden, *inputs: grads(hidden[0], *inputs)
+
+
+def vmap_along_the_last_dimension(loss: Any) -> Any:
+    mapped = vmap(loss, (2, None, None, 0))
+    return lambda hidden, *inputs: mapped(hidden.movedim(0, 2), *inputs)
+
+
+def grad_of_vmap_over_weight_and_bias(loss: Any) -> Any:
+    def grads(hidden: Any, weight: Tensor, bias: Tensor, labels: Any) -> Any:
+        def total(weights: Tensor, biases: Tensor) -> Tensor:
+            losses: Tensor = vmap(loss)(hidden, weights, biases, labels)
+            return losses.sum()
+
+        weights = torch.stack([weight, 2 * weight])
+        biases = torch.stack([bias, -bias])
+        return grad(total, (0, 1))(weights, biases)
+
+    return grads
+
+
+def jvp_of_all(loss: Any) -> Any:
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Any) -> Any:
+        def loss_of_inputs(*inputs: Tensor) -> Any:
+            return loss(*inputs, labels)
+
+        rows = weight[: hidden.shape[1]]
+        tangents = (rows.expand_as(hidden), 2 * weight, bias)
+        return jvp(loss_of_inputs, (hidden, weight, bias), tangents)
+
+    return run
+
+
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
-    "vmap of grad over hidden": lambda f: V(G(f, (0, 1, 2)), (0, None, None, 0)),
-    "vmap of grad over labels alone": lambda f: (
-        lambda h, *given: V(G(f, (0, 1, 2)), (None, None, None, 0))(h[0], *given)
-    ),
-    "vmap over hidden along its last dimension": lambda f: (
-        lambda h, w, b, y: V(f, (2, None, None, 0))(h.movedim(0, 2), w, b, y)
-    ),
-    "grad of vmap over weight and bias": lambda f: (
-        lambda h, w, b, y: G(lambda w, b: V(f)(h, w, b, y).sum(), (0, 1))(
-            torch.stack([w, 2 * w]), torch.stack([b, -b])
-        )
-    ),
-    "jvp": lambda f: (
-        lambda h, w, b, y: torch.func.jvp(
-            lambda *given: f(*given, y),
-            (h, w, b),
-            (w[: h.shape[1]].expand_as(h), 2 * w, b),
-        )
-    ),
-    "forward over reverse": lambda f: torch.func.hessian(f, (0, 1, 2)),
-    "reverse over reverse": lambda f: torch.func.jacrev(G(f, (0, 1, 2)), (0, 1, 2)),
+    "vmap of grad over hidden": vmap_of_grad_over_hidden,
+    "vmap of grad over labels alone": vmap_of_grad_over_labels,
+    "vmap over hidden along its last dimension": vmap_along_the_last_dimension,
+    "grad of vmap over weight and bias": grad_of_vmap_over_weight_and_bias,
+    "jvp": jvp_of_all,
+    "forward over reverse": lambda loss: hessian(loss, INPUTS),
+    "reverse over reverse": lambda loss: jacrev(grad(loss, INPUTS), INPUTS),
 }
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_linear_under_transforms(transform: str) -> None:
-    """The same as of whole logits, to rounding: all sizes are near 1, all sums below 100 long."""
-    case = problem(6, 3, 7)
-    hidden, labels = case.hidden.reshape(2, 3, 3), case.labels.reshape(2, 3).clone()
+    """The same as of whole logits, to rounding.
+
+    All sizes are near 1, and all sums are of less than 100 terms.
+    """
+    case = draw_problem(6, 3, 7)
+    hidden = case.hidden.reshape(2, 3, 3)
+    labels = case.labels.reshape(2, 3).clone()
     labels[0, 1] = -100
-    how: Any = {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.01}
-    found, expected = (
-        tree.leaves(TRANSFORMS[transform](loss)(hidden, case.weight, BIAS, labels))
-        for loss in (
-            lambda h, w, b, y: (
-                linear_cross_entropy(h, w, y, b, chunk=3, **how).square().sum()
-            ),
-            lambda h, w, b, y: of_whole_logits(h, w, y, b, **how).square().sum(),
+    options: Any = {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.01}
+
+    def run(cross_entropy: Any, **settings: Any) -> list[Any]:
+        def loss(hidden: Any, weight: Any, bias: Any, labels: Any) -> Any:
+            losses = cross_entropy(hidden, weight, labels, bias, **settings)
+            return losses.square().sum()
+
+        transformed = TRANSFORMS[transform](loss)
+        result = transformed(hidden, case.weight, BIAS, labels)
+        return tree.leaves(result)
+
+    actual = run(linear_cross_entropy, chunk_size=3, **options)
+    expected = run(cross_entropy_of_logits, **options)
+
+    for one, other in zip(actual, expected, strict=True):
+        size = 1 + other.abs().max()
+        bound = rounding_bound(1000, torch.float64) * size
+        assert_within(one, other, bound)
+
+
+@pytest.mark.parametrize(
+    "trainable",
+    [
+        ["hidden"],
+        ["weight"],
+        ["bias"],
+        ["hidden", "weight"],
+    ],
+)
+def test_frozen_inputs_get_no_gradient(trainable: list[str]) -> None:
+    """The others get theirs, also next to a bias without a derivative."""
+    case = draw_problem(4, 3, 7)
+
+    def grads(chunk_size: int) -> tuple[Tensor, ...]:
+        inputs = {
+            "hidden": case.hidden.clone(),
+            "weight": case.weight.clone(),
+            "bias": BIAS.clone(),
+        }
+        leaves = [inputs[name].requires_grad_() for name in trainable]
+        losses = linear_cross_entropy(
+            inputs["hidden"],
+            inputs["weight"],
+            case.labels,
+            inputs["bias"],
+            chunk_size=chunk_size,
         )
-    )
-    for one, other in zip(found, expected, strict=True):
-        bound = gamma(1000, torch.float64) * (1 + other.abs().max())
-        assert ((one - other).abs() <= bound).all()
+        return torch.autograd.grad(losses.sum(), leaves)
 
-
-@pytest.mark.parametrize("moving", [(0,), (1,), (2,), (0, 1)])
-def test_what_is_frozen_gets_no_gradient(moving: tuple[int, ...]) -> None:
-    """The others get theirs, also beside a bias without a derivative."""
-    case = problem(4, 3, 7)
-
-    def grads(chunk: int) -> tuple[Tensor, ...]:
-        given_ = enumerate([case.hidden, case.weight, BIAS])
-        own = [each.clone().requires_grad_(i in moving) for i, each in given_]
-        losses = linear_cross_entropy(own[0], own[1], case.labels, own[2], chunk=chunk)
-        return torch.autograd.grad(losses.sum(), [own[i] for i in moving])
-
-    for one, other in zip(grads(3), grads(7), strict=True):
-        assert ((one - other).abs() <= gamma(200, torch.float64)).all()
+    chunked_grads = grads(chunk_size=3)
+    whole_grads = grads(chunk_size=7)
+    bound = rounding_bound(200, torch.float64)
+    for in_chunks, at_once in zip(chunked_grads, whole_grads, strict=True):
+        assert_within(in_chunks, at_once, bound)
 
 
 def test_linear_under_autocast() -> None:
-    """Products are of the dtype that autocast asks for, in the backward pass, too; gradients are of the params' own."""
-    case = problem(5, 4, 9, torch.float32)
-    hidden, weight = (
-        case.hidden.clone().requires_grad_(),
-        case.weight.clone().requires_grad_(),
-    )
+    """Products are of autocast's dtype, also in the backward pass.
+
+    Gradients are of the params' dtype.
+    """
+    case = draw_problem(5, 4, 9, torch.float32)
+    hidden = copy_leaf(case.hidden)
+    weight = copy_leaf(case.weight)
+    half_hidden = copy_leaf(case.hidden.bfloat16())
+    half_weight = copy_leaf(case.weight.bfloat16())
+
     with torch.autocast("cpu", torch.bfloat16):
-        losses = linear_cross_entropy(hidden, weight, case.labels, chunk=2)
+        losses = linear_cross_entropy(hidden, weight, case.labels, chunk_size=2)
     grads = torch.autograd.grad(losses.sum(), (hidden, weight))
-    half = (
-        case.hidden.bfloat16().requires_grad_(),
-        case.weight.bfloat16().requires_grad_(),
-    )
-    expected = linear_cross_entropy(*half, case.labels, chunk=2)
-    assert torch.equal(losses, expected)
-    for one, other in zip(
-        grads, torch.autograd.grad(expected.sum(), half), strict=True
-    ):
-        assert one.dtype == torch.float32
-        assert torch.equal(one, other.float())
+
+    expected = linear_cross_entropy(half_hidden, half_weight, case.labels, chunk_size=2)
+    expected_grads = torch.autograd.grad(expected.sum(), (half_hidden, half_weight))
+    assert_same(losses, expected)
+    for actual, expected_grad in zip(grads, expected_grads, strict=True):
+        assert actual.dtype == torch.float32
+        assert_same(actual, expected_grad.float())
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -265,82 +420,127 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"labels": torch.tensor([0, 5])}, r"a label is 5: weight has 5 classes"),
     ({"labels": torch.tensor([-1, 0])}, r"a label is -1: .* ignore_index=-100"),
     ({"soft_cap": 0.0}, r"soft_cap=0.0"),
-    ({"chunk": 0}, r"chunk=0: it counts classes"),
+    ({"chunk_size": 0}, r"chunk_size=0: it counts classes"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "message"), REFUSED)
 def test_linear_refuses(changed: dict[str, Any], message: str) -> None:
-    sound = {
+    arguments: dict[str, Any] = {
         "hidden": torch.ones(2, 4),
         "weight": torch.ones(5, 4),
         "labels": torch.arange(2),
     }
+    arguments.update(changed)
     with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(**{**sound, **changed})
+        linear_cross_entropy(**arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
 def test_narrow_labels(dtype: torch.dtype) -> None:
-    hidden, weight, labels = torch.ones(100, 2), torch.ones(300, 2), torch.arange(100)
-    wanted = linear_cross_entropy(hidden, weight, labels)
-    assert torch.equal(linear_cross_entropy(hidden, weight, labels.to(dtype)), wanted)
+    hidden = torch.ones(100, 2)
+    weight = torch.ones(300, 2)
+    labels = torch.arange(100)
+
+    losses = linear_cross_entropy(hidden, weight, labels.to(dtype))
+
+    assert_same(losses, linear_cross_entropy(hidden, weight, labels))
 
 
 def test_compiled_the_logits_are_whole() -> None:
     """One product in each pass, and not a copy of the loop for each chunk."""
-    case = problem(6, 4, 40)
+    case = draw_problem(6, 4, 40)
 
-    def grads(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        def total(hidden: Tensor, weight: Tensor) -> Tensor:
-            return linear_cross_entropy(hidden, weight, case.labels, chunk=1).sum()
+    def total(hidden: Tensor, weight: Tensor) -> Tensor:
+        losses = linear_cross_entropy(hidden, weight, case.labels, chunk_size=1)
+        return losses.sum()
 
-        return torch.func.grad(total, (0, 1))(hidden, weight)
+    def grads(hidden: Tensor, weight: Tensor) -> Any:
+        return grad(total, (0, 1))(hidden, weight)
 
-    compiled, graphs = compiled_with_graphs(grads)
-    found = compiled(case.hidden, case.weight)
-    for one, other in zip(found, grads(case.hidden, case.weight), strict=True):
-        assert (
-            (one - other).abs() <= gamma(1000, torch.float64) * (1 + other.abs())
-        ).all()
+    compiled, graphs = compile_and_list_graphs(grads)
+    actual = compiled(case.hidden, case.weight)
+    expected = grads(case.hidden, case.weight)
+
+    for one, other in zip(actual, expected, strict=True):
+        size = 1 + other.abs()
+        bound = rounding_bound(1000, torch.float64) * size
+        assert_within(one, other, bound)
     assert sum(graph.count(".mm") for graph in graphs) == 3
 
 
-def peak(
-    loss: Any, tokens: int, features: int, classes: int, twice: bool = False, **how: Any
+def measure_peak(
+    loss: Any,
+    tokens: int,
+    features: int,
+    classes: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    second_derivative: bool = False,
+    **settings: Any,
 ) -> int:
-    """The bytes of forward and backward, above what comes in and goes out; of a second derivative, too."""
-    case = problem(tokens, features, classes, how.pop("dtype", torch.float32))
-    own = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    """Measures the peak of forward and backward in bytes, without inputs and outputs."""
+    case = draw_problem(tokens, features, classes, dtype)
+    leaves = [copy_leaf(case.hidden), copy_leaf(case.weight)]
     with LiveBytes() as live:
-        made = loss(*own, case.labels, **how)
-        if twice:
-            grads = torch.autograd.grad(made.sum(), own, create_graph=True)
-            made = torch.stack([each.square().sum() for each in grads])
-        grads = torch.autograd.grad(made, own, torch.ones_like(made))
-        returned = made.nbytes + sum(each.nbytes for each in grads)
+        result = loss(*leaves, case.labels, **settings)
+        if second_derivative:
+            grads = torch.autograd.grad(result.sum(), leaves, create_graph=True)
+            squares = [leaf.square().sum() for leaf in grads]
+            result = torch.stack(squares)
+        cotangents = torch.ones_like(result)
+        grads = torch.autograd.grad(result, leaves, cotangents)
+        returned = result.nbytes + sum(leaf.nbytes for leaf in grads)
     return live.peak - returned
 
 
-def the_usual(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def usual_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return ps.losses.cross_entropy(hidden @ weight.T, labels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_never_whole(dtype: torch.dtype) -> None:
-    """Few chunks of logits are alive, by default four million of them or 256 classes; whole, it is logits three times."""
-    size, chunk = (256, 8, 8192), 128
-    found = peak(linear_cross_entropy, *size, chunk=chunk, dtype=dtype)
-    assert found <= 3 * 4 * 256 * chunk + 8 * 4 * 256 * (8 + 16)
-    whole = peak(the_usual, *size, dtype=dtype)
-    assert whole >= 2 * 4 * 256 * 8192
-    assert found <= whole / 10
-    by_default = peak(linear_cross_entropy, 2**14, 1, 2**10)
-    assert by_default <= 3 * 4 * 2**22 + 8 * 4 * 2**14 * 17 < 4 * 2**14 * 2**10
+    """Few chunks of logits are alive; the usual way makes the whole logits three times."""
+    tokens = 256
+    features = 8
+    classes = 8192
+    chunk = 128
+    size = (tokens, features, classes)
+    chunk_bytes = 4 * tokens * chunk
+    hidden_bytes = 4 * tokens * (features + 16)
+    logits_bytes = 4 * tokens * classes
+
+    peak = measure_peak(linear_cross_entropy, *size, chunk_size=chunk, dtype=dtype)
+    usual_peak = measure_peak(usual_loss, *size, dtype=dtype)
+
+    assert peak <= 3 * chunk_bytes + 8 * hidden_bytes
+    assert usual_peak >= 2 * logits_bytes
+    assert peak <= usual_peak / 10
+
+
+def test_logits_are_never_whole_by_default() -> None:
+    """A chunk is four million logits, or 256 classes."""
+    tokens = 2**14
+    classes = 2**10
+    chunk_bytes = 4 * 2**22
+    hidden_bytes = 4 * tokens * 17
+    logits_bytes = 4 * tokens * classes
+
+    peak = measure_peak(linear_cross_entropy, tokens, 1, classes)
+
+    bound = 3 * chunk_bytes + 8 * hidden_bytes
+    assert peak <= bound < logits_bytes
 
 
 def test_a_second_derivative_holds_little_more_than_logits_twice() -> None:
-    """Where they are whole, seven times."""
-    size, logits = (256, 2, 16384), 4 * 256 * 16384
-    assert peak(linear_cross_entropy, *size, twice=True, chunk=128) <= 2.5 * logits
-    assert peak(the_usual, *size, twice=True) >= 6 * logits
+    """The usual way holds them seven times."""
+    size = (256, 2, 16384)
+    logits_bytes = 4 * 256 * 16384
+
+    peak = measure_peak(
+        linear_cross_entropy, *size, second_derivative=True, chunk_size=128
+    )
+    usual_peak = measure_peak(usual_loss, *size, second_derivative=True)
+
+    assert peak <= 2.5 * logits_bytes
+    assert usual_peak >= 6 * logits_bytes

@@ -1,4 +1,4 @@
-"""Losses per token, row, pair and action: each by its formula, and lifted from half precision."""
+"""Tests losses per token, row, pair and action: each by its formula, in half precision too."""
 
 import math
 from collections.abc import Callable
@@ -10,11 +10,25 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-import purestep as ps
-from purestep.testing.bounds import gamma
-from tests.logits import problem
+from proofs.strategies import assert_same
+from purestep.losses import (
+    cross_entropy,
+    dpo,
+    kl_divergence,
+    linear_kl_divergence,
+    mse,
+    policy_gradient,
+)
+from purestep.testing.bounds import rounding_bound
+from tests.drawn_logits import draw_problem
 
 vjp: Callable[..., Any] = torch.func.vjp
+
+
+def assert_within(actual: Tensor, expected: Any, bound: Any) -> None:
+    """Compares element by element, up to this absolute error."""
+    error = (actual - expected).abs()
+    assert (error <= bound).all()
 
 
 @given(
@@ -24,7 +38,10 @@ vjp: Callable[..., Any] = torch.func.vjp
     st.sampled_from([-100, 2]),
 )
 def test_equals_its_formula(
-    shape: tuple[int, ...], smoothing: float, z_loss: float, ignore_index: int
+    shape: tuple[int, ...],
+    smoothing: float,
+    z_loss: float,
+    ignore_index: int,
 ) -> None:
     """(1 − s)(z − xᵧ) + s (z − mean x) + z_loss z², and 0 where ignored."""
     generator = torch.Generator().manual_seed(len(shape))
@@ -32,181 +49,304 @@ def test_equals_its_formula(
     labels = torch.randint(0, 5, shape, generator=generator)
     if shape:
         labels.view(-1)[0] = ignore_index
-    losses = ps.losses.cross_entropy(
+    ignored = labels == ignore_index
+
+    losses = cross_entropy(
         logits,
         labels,
         ignore_index=ignore_index,
         label_smoothing=smoothing,
         z_loss=z_loss,
     )
+
     z = logits.exp().sum(-1).log()
-    picked = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    formula = (
-        (1 - smoothing) * (z - picked)
-        + smoothing * (z - logits.mean(-1))
-        + z_loss * z**2
-    )
-    expected = torch.where(labels == ignore_index, 0, formula)
+    index = labels.clamp(min=0).unsqueeze(-1)
+    label_logits = logits.gather(-1, index).squeeze(-1)
+    of_label = (1 - smoothing) * (z - label_logits)
+    of_others = smoothing * (z - logits.mean(-1))
+    of_normalizer = z_loss * z**2
+    formula = of_label + of_others + of_normalizer
+    expected = torch.where(ignored, 0, formula)
     # Each term rounds a handful of times, in sums of five.
-    bound = (
-        32
-        * torch.finfo(torch.float64).eps
-        * (z.abs() + logits.abs().amax(-1) + z_loss * z**2)
-    )
+    size = z.abs() + logits.abs().amax(-1) + of_normalizer
+    bound = 32 * torch.finfo(torch.float64).eps * size
     assert losses.shape == labels.shape
-    assert ((losses - expected).abs() <= bound).all()
-    assert (losses[labels == ignore_index] == 0).all()
+    assert_within(losses, expected, bound)
+    assert (losses[ignored] == 0).all()
+
+
+def bound_logits(case: Any) -> Tensor:
+    """Bounds the logits, and what their sums are made of."""
+    magnitudes = case.hidden.abs() @ case.weight.abs().T
+    return magnitudes.max()
 
 
 @given(
-    st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([1, 3, 100]), st.integers(0, 3)
+    st.sampled_from([0.5, 1.0, 4.0]),
+    st.sampled_from([1, 3, 100]),
+    st.integers(0, 3),
 )
 def test_kl_divergence(temperature: float, chunk: int, seed: int) -> None:
-    """T² Σ q (log q − log p), whole and never whole; its gradient is T (p − q), and none reaches a detached teacher."""
-    case, teacher = problem(4, 3, 7, seed=seed), problem(4, 5, 7, seed=seed + 10)
-    logits, others = case.hidden @ case.weight.T, teacher.hidden @ teacher.weight.T
-    p, q = (logits / temperature).softmax(-1), (others / temperature).softmax(-1)
-    size = 1 + (case.hidden.abs() @ case.weight.abs().T).max()
-    size = size + (teacher.hidden.abs() @ teacher.weight.abs().T).max()
-    unit = gamma(500, torch.float64) * (size * (temperature + 1 / temperature)) ** 2
-    found, pull = vjp(
-        lambda x: ps.losses.kl_divergence(x, others, temperature=temperature), logits
-    )
-    assert ((found - temperature**2 * (q * (q / p).log()).sum(-1)).abs() <= unit).all()
-    to_logits = temperature * case.cotangents[:, None] * (p - q)
-    assert ((pull(case.cotangents)[0] - to_logits).abs() <= unit).all()
+    """T² Σ q (log q − log p), of whole logits and in chunks of them.
 
-    def linear(hidden: Tensor, weight: Tensor) -> Tensor:
-        given = hidden, weight, teacher.hidden, teacher.weight
-        return ps.losses.linear_kl_divergence(
-            *given, temperature=temperature, chunk=chunk
+    Its gradient is T (p − q), and none reaches a detached teacher.
+    """
+    student = draw_problem(4, 3, 7, seed=seed)
+    teacher = draw_problem(4, 5, 7, seed=seed + 10)
+    student_logits = student.hidden @ student.weight.T
+    teacher_logits = teacher.hidden @ teacher.weight.T
+    p = (student_logits / temperature).softmax(-1)
+    q = (teacher_logits / temperature).softmax(-1)
+    per_class = q * (q / p).log()
+    expected = temperature**2 * per_class.sum(-1)
+    logits_grad = temperature * student.cotangents[:, None] * (p - q)
+    size = 1 + bound_logits(student) + bound_logits(teacher)
+    scaled_size = size * (temperature + 1 / temperature)
+    unit = rounding_bound(500, torch.float64) * scaled_size**2
+
+    def from_logits(logits: Tensor) -> Tensor:
+        return kl_divergence(logits, teacher_logits, temperature=temperature)
+
+    def from_hidden(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_kl_divergence(
+            hidden,
+            weight,
+            teacher.hidden,
+            teacher.weight,
+            temperature=temperature,
+            chunk_size=chunk,
         )
 
-    chunked, pull = vjp(linear, case.hidden, case.weight)
-    assert ((chunked - found).abs() <= unit).all()
-    to_hidden, to_weight = pull(case.cotangents)
-    factor = 4 * (1 + case.hidden.abs().sum() + case.weight.abs().sum())
-    assert ((to_hidden - to_logits @ case.weight).abs() <= factor * unit).all()
-    assert ((to_weight - to_logits.T @ case.hidden).abs() <= factor * unit).all()
+    losses, pull = vjp(from_logits, student_logits)
+    assert_within(losses, expected, unit)
+    (grad,) = pull(student.cotangents)
+    assert_within(grad, logits_grad, unit)
+
+    chunked, pull = vjp(from_hidden, student.hidden, student.weight)
+    assert_within(chunked, losses, unit)
+    hidden_grad, weight_grad = pull(student.cotangents)
+    inputs_size = 1 + student.hidden.abs().sum() + student.weight.abs().sum()
+    bound = 4 * inputs_size * unit
+    assert_within(hidden_grad, logits_grad @ student.weight, bound)
+    assert_within(weight_grad, logits_grad.T @ student.hidden, bound)
 
 
 def test_kl_divergence_of_classes_that_are_ruled_out() -> None:
-    """By the teacher they say nothing, even where the student rules them out too, and nothing that is no number flows back."""
-    logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, -math.inf]], requires_grad=True)
-    teacher = torch.tensor([[1.0, 2.0, -math.inf]] * 2, requires_grad=True)
-    losses = ps.losses.kl_divergence(logits, teacher)
+    """Classes that the teacher rules out add nothing, where the student does so too.
+
+    No gradient is NaN or infinite.
+    """
+    all_classes = [1.0, 2.0, 3.0]
+    two_classes = [1.0, 2.0, -math.inf]
+    logits = torch.tensor([all_classes, two_classes], requires_grad=True)
+    teacher = torch.tensor([two_classes, two_classes], requires_grad=True)
+
+    losses = kl_divergence(logits, teacher)
     grads = torch.autograd.grad(losses.sum(), (logits, teacher))
+
     assert losses[1] == 0
     assert losses[0] > 0
-    assert all(each.isfinite().all() for each in grads)
+    for grad in grads:
+        assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_all_are_lifted(dtype: torch.dtype) -> None:
-    """In half precision, each is that of what was lifted before, in float32."""
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
+    """Each loss equals that of inputs which were converted before."""
     generator = torch.Generator().manual_seed(0)
-    x, y, z, u = (torch.randn(4, 4, generator=generator).to(dtype) for _ in range(4))
-    losses: dict[Callable[..., Tensor], tuple[Tensor, ...]] = {
-        ps.losses.cross_entropy: (x, torch.tensor([1, 3, 2, 0])),
-        ps.losses.kl_divergence: (x, y),
-        ps.losses.mse: (x, y),
-        ps.losses.dpo: (x, y, z, u),
-        ps.losses.policy_gradient: (x, y, z),
+    tensors = torch.randn(4, 4, 4, generator=generator).to(dtype)
+    x, y, z, u = tensors
+    labels = torch.tensor([1, 3, 2, 0])
+    cases: dict[Callable[..., Tensor], list[Tensor]] = {
+        kl_divergence: [x, y],
+        mse: [x, y],
+        dpo: [x, y, z, u],
+        policy_gradient: [x, y, z],
     }
-    for loss, given_ in losses.items():
-        wide = [each.float() if each.is_floating_point() else each for each in given_]
-        found = loss(*given_)
-        assert found.dtype == torch.float32
-        assert torch.equal(found, loss(*wide))
+    for loss, inputs in cases.items():
+        losses = loss(*inputs)
+        converted = [value.float() for value in inputs]
+        assert losses.dtype == torch.float32
+        assert_same(losses, loss(*converted))
+    losses = cross_entropy(x, labels)
+    assert losses.dtype == torch.float32
+    assert_same(losses, cross_entropy(x.float(), labels))
 
 
 def test_mse_is_torchs_over_all_rows() -> None:
-    x, y = torch.arange(24.0).reshape(2, 3, 4), torch.ones(2, 3, 4)
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    y = torch.ones(2, 3, 4)
     squares = (x - y).square()
-    assert torch.equal(ps.losses.mse(x, y), squares.mean((1, 2)))
-    assert torch.equal(ps.losses.mse(x, y, batch_dims=2), squares.mean(2))
-    assert torch.equal(ps.losses.mse(x, y, batch_dims=3), squares)
-    assert torch.equal(ps.losses.mse(x, y, batch_dims=0), functional.mse_loss(x, y))
-    torch.testing.assert_close(ps.losses.mse(x, y).mean(), functional.mse_loss(x, y))
+    mean = functional.mse_loss(x, y)
+
+    by_row = mse(x, y)
+    by_unit_dims = [mse(x, y, batch_dims=number) for number in range(4)]
+
+    assert_same(by_row, squares.mean((1, 2)))
+    assert_same(by_unit_dims[0], mean)
+    assert_same(by_unit_dims[1], by_row)
+    assert_same(by_unit_dims[2], squares.mean(2))
+    assert_same(by_unit_dims[3], squares)
+    torch.testing.assert_close(by_row.mean(), mean)
 
 
 @given(st.sampled_from([0.1, 2.0]), st.sampled_from([0.0, 0.2]))
 def test_dpo(beta: float, smoothing: float) -> None:
-    """−(1 − s) log σ(β Δ) − s log σ(−β Δ), and its slopes ±β (σ(β Δ) − 1 + s); without overflow."""
-    chosen, rejected, first, second = problem(4, 9, 1).hidden * 3
+    """−(1 − s) log σ(β Δ) − s log σ(−β Δ), with slopes ±β (σ(β Δ) − 1 + s).
+
+    Nothing overflows.
+    """
+    values = draw_problem(4, 9, 1).hidden * 3
+    chosen, rejected, reference_chosen, reference_rejected = values
 
     def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-        return ps.losses.dpo(
-            chosen, rejected, first, second, beta=beta, label_smoothing=smoothing
+        return dpo(
+            chosen,
+            rejected,
+            reference_chosen,
+            reference_rejected,
+            beta=beta,
+            label_smoothing=smoothing,
         )
 
-    found, pull = vjp(loss, chosen, rejected)
-    gap = beta * ((chosen - first) - (rejected - second))
+    losses, pull = vjp(loss, chosen, rejected)
+    chosen_slope, rejected_slope = pull(torch.ones_like(losses))
+
+    chosen_gain = chosen - reference_chosen
+    rejected_gain = rejected - reference_rejected
+    gap = beta * (chosen_gain - rejected_gain)
     p = 1 / (1 + (-gap).exp())
-    expected = -(1 - smoothing) * p.log() - smoothing * (1 - p).log()
-    bound = gamma(64, torch.float64) * (1 + gap.exp() + (-gap).exp())
-    assert ((found - expected).abs() <= bound).all()
-    slopes = pull(torch.ones_like(found))
-    for slope, sign in zip(slopes, (beta, -beta), strict=True):
-        assert ((slope - sign * (p - 1 + smoothing)).abs() <= bound).all()
-    far = ps.losses.dpo(*(torch.tensor([x]) for x in (-1e6, 0.0, 0.0, 0.0)), beta=1.0)
-    assert far == 1e6
+    of_preferred = -(1 - smoothing) * p.log()
+    of_flipped = -smoothing * (1 - p).log()
+    expected = of_preferred + of_flipped
+    slope = beta * (p - 1 + smoothing)
+    size = 1 + gap.exp() + (-gap).exp()
+    bound = rounding_bound(64, torch.float64) * size
+    assert_within(losses, expected, bound)
+    assert_within(chosen_slope, slope, bound)
+    assert_within(rejected_slope, -slope, bound)
+
+
+def test_dpo_does_not_overflow() -> None:
+    zero = torch.zeros(1)
+    far = torch.tensor([-1e6])
+
+    losses = dpo(far, zero, zero, zero, beta=1.0)
+
+    assert losses == 1e6
+
+
+# The ratio of the policies, the advantage, the loss, and its slope by the log of the ratio.
+POLICY_GRADIENTS = [
+    [0.5, 1.0, -0.5, -0.5],
+    [0.5, -1.0, 0.75, 0.0],
+    [1.0, 1.0, -1.0, -1.0],
+    [1.0, -1.0, 1.0, 1.0],
+    [1.25, 1.0, -1.25, -1.25],
+    [1.25, -1.0, 1.25, 1.25],
+    [1.5, 1.0, -1.375, 0.0],
+    [1.5, -1.0, 1.5, 1.5],
+]
 
 
 def test_policy_gradient_ends_where_it_is_clipped() -> None:
-    """Beyond the clip, a gain gives no gradient and a loss its whole one; at the policy that acted, both do."""
-    ratio = torch.tensor(
-        [0.5, 0.5, 1.0, 1.0, 1.25, 1.25, 1.5, 1.5], dtype=torch.float64
-    )
-    advantages = torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
-    how: Any = {"advantages": advantages, "clip": (0.25, 0.375)}
-    losses, pull = vjp(
-        lambda x: ps.losses.policy_gradient(x, 0 * x, **how), ratio.log()
-    )
-    expected = torch.tensor(
-        [-0.5, 0.75, -1.0, 1.0, -1.25, 1.25, -1.375, 1.5], dtype=torch.float64
-    )
-    slopes = torch.tensor(
-        [-0.5, 0.0, -1.0, 1.0, -1.25, 1.25, 0.0, 1.5], dtype=torch.float64
-    )
-    assert ((losses - expected).abs() <= gamma(8, torch.float64) * 2).all()
-    assert (
-        (pull(torch.ones_like(ratio))[0] - slopes).abs() <= gamma(8, torch.float64) * 2
-    ).all()
-    for edge in (0.0, (1.0, 0.0)):
-        losses = ps.losses.policy_gradient(ratio, ratio, advantages, clip=edge)
-        assert torch.equal(losses, -advantages)
+    """Beyond the clip, a positive advantage has no gradient, a negative one its full gradient.
+
+    At the policy that acted, both have theirs.
+    """
+    table = torch.tensor(POLICY_GRADIENTS, dtype=torch.float64)
+    ratio, advantages, expected, slopes = table.unbind(dim=1)
+    bound = rounding_bound(8, torch.float64) * 2
+
+    def loss(log_ratio: Tensor) -> Tensor:
+        acted = 0 * log_ratio
+        return policy_gradient(
+            log_ratio, acted, advantages=advantages, clip=(0.25, 0.375)
+        )
+
+    losses, pull = vjp(loss, ratio.log())
+    (grad,) = pull(torch.ones_like(ratio))
+
+    assert_within(losses, expected, bound)
+    assert_within(grad, slopes, bound)
+    for clip in (0.0, (1.0, 0.0)):
+        losses = policy_gradient(ratio, ratio, advantages, clip=clip)
+        assert_same(losses, -advantages)
 
 
-REFUSED: list[tuple[Any, str]] = [
-    (lambda a, b: ps.losses.cross_entropy(a, torch.ones(3).long()), r"logits of shape \(2, 2\) against labels of shape \(3,\)"),
-    (lambda a, b: ps.losses.kl_divergence(a, b), r"teacher_logits of shape \(2, 1\) against logits"),
-    (lambda a, b: ps.losses.kl_divergence(a, a, temperature=0.0), r"temperature=0.0"),
-    (lambda a, b: ps.losses.linear_kl_divergence(a, a, a, a, temperature=0.0), r"temperature=0.0"),
-    (lambda a, b: ps.losses.kl_divergence(a[0, 0], b[0, 0]), r"no classes"),
-    (lambda a, b: ps.losses.linear_kl_divergence(a, a, b[:1], b), r"hidden of shape \(2, 2\) against teacher_hidden"),
-    (lambda a, b: ps.losses.linear_kl_divergence(a, a, b, b[:1]), r"the same classes"),
-    (lambda a, b: ps.losses.linear_kl_divergence(a, a, a, b), r"weight of shape \(2, 1\) against hidden"),
-    (lambda a, b: ps.losses.mse(a, b), r"targets of shape \(2, 1\) against predictions of shape \(2, 2\)"),
-    (lambda a, b: ps.losses.mse(a, a, batch_dims=3), r"batch_dims=3 .* from 0 to 2"),
-    (lambda a, b: ps.losses.dpo(a, a, b, a), r"reference_chosen of shape \(2, 1\)"),
-    (lambda a, b: ps.losses.policy_gradient(a, a, b), r"advantages of shape \(2, 1\)"),
-    (lambda a, b: ps.losses.policy_gradient(a, a, a, clip=(2.0, 0.1)), r"clip=\(2.0, 0.1\)"),
-]  # fmt: skip
+Call = Callable[[], Tensor]
+SQUARE = torch.ones(2, 2)
+COLUMN = torch.ones(2, 1)
+REFUSED: list[tuple[Call, str]] = [
+    (
+        lambda: cross_entropy(SQUARE, torch.ones(3).long()),
+        r"logits of shape \(2, 2\) against labels of shape \(3,\)",
+    ),
+    (
+        lambda: kl_divergence(SQUARE, COLUMN),
+        r"teacher_logits of shape \(2, 1\) against logits",
+    ),
+    (
+        lambda: kl_divergence(SQUARE, SQUARE, temperature=0.0),
+        r"temperature=0.0",
+    ),
+    (
+        lambda: linear_kl_divergence(SQUARE, SQUARE, SQUARE, SQUARE, temperature=0.0),
+        r"temperature=0.0",
+    ),
+    (
+        lambda: kl_divergence(SQUARE[0, 0], COLUMN[0, 0]),
+        r"no classes",
+    ),
+    (
+        lambda: linear_kl_divergence(SQUARE, SQUARE, COLUMN[:1], COLUMN),
+        r"hidden of shape \(2, 2\) against teacher_hidden",
+    ),
+    (
+        lambda: linear_kl_divergence(SQUARE, SQUARE, COLUMN, COLUMN[:1]),
+        r"the same classes",
+    ),
+    (
+        lambda: linear_kl_divergence(SQUARE, SQUARE, SQUARE, COLUMN),
+        r"weight of shape \(2, 1\) against hidden",
+    ),
+    (
+        lambda: mse(SQUARE, COLUMN),
+        r"targets of shape \(2, 1\) against predictions of shape \(2, 2\)",
+    ),
+    (
+        lambda: mse(SQUARE, SQUARE, batch_dims=3),
+        r"batch_dims=3 .* from 0 to 2",
+    ),
+    (
+        lambda: dpo(SQUARE, SQUARE, COLUMN, SQUARE),
+        r"reference_chosen of shape \(2, 1\)",
+    ),
+    (
+        lambda: policy_gradient(SQUARE, SQUARE, COLUMN),
+        r"advantages of shape \(2, 1\)",
+    ),
+    (
+        lambda: policy_gradient(SQUARE, SQUARE, SQUARE, clip=(2.0, 0.1)),
+        r"clip=\(2.0, 0.1\)",
+    ),
+]
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_losses_refuse(call: Any, message: str) -> None:
+def test_losses_refuse(call: Call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call(torch.ones(2, 2), torch.ones(2, 1))
+        call()
 
 
-@pytest.mark.parametrize("how", [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}])
-def test_labels_of_bytes(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}])
+def test_labels_of_bytes(settings: dict[str, Any]) -> None:
     """All 256 of them: -100 wraps around to 156 in uint8."""
-    logits = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(256, 256, generator=generator)
     labels = torch.arange(256)
-    wanted = ps.losses.cross_entropy(logits, labels, **how)
-    assert torch.equal(
-        ps.losses.cross_entropy(logits, labels.to(torch.uint8), **how), wanted
-    )
+
+    losses = cross_entropy(logits, labels.to(torch.uint8), **settings)
+
+    expected = cross_entropy(logits, labels, **settings)
+    assert_same(losses, expected)

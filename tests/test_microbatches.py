@@ -1,8 +1,7 @@
 """``group``, ``split``, ``plan``, and where microbatches come from. T14 and T16 have their laws."""
 
 from collections.abc import Callable, Iterator, Sequence
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import pytest
@@ -13,40 +12,58 @@ from torch.utils import data
 
 import purestep as ps
 from proofs.strategies import assert_same
-from tests.examples import examples_of
-from tests.line import MICROBATCH, PARAMS, SGD, loss_fn, step_with
+from tests.line_problem import MICROBATCH, PARAMS, SGD, loss_fn, run_step
+from tests.packing_examples import make_examples
+
+# Groups
 
 
-@pytest.mark.parametrize("start", [0, 3, 12])
+class Grouping(NamedTuple):
+    """Groups of four from range(10): those that are full, and the rest."""
+
+    start: int
+    full: list[list[int]]
+    rest: list[int]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Grouping(start=0, full=[[0, 1, 2, 3], [4, 5, 6, 7]], rest=[8, 9]),
+        Grouping(start=3, full=[[3, 4, 5, 6]], rest=[7, 8, 9]),
+        Grouping(start=12, full=[], rest=[]),
+    ],
+)
 @pytest.mark.parametrize("last", ["keep", "drop", "raise"])
-def test_group_ends_as_it_is_asked(last: Any, start: int) -> None:
-    """Every microbatch from ``start`` on, in order; what is left, once."""
-    groups = ps.group(iter(range(10)), 4, last, start=start)
-    whole = {0: [[0, 1, 2, 3], [4, 5, 6, 7]], 3: [[3, 4, 5, 6]], 12: []}[start]
-    rest = {0: [8, 9], 3: [7, 8, 9], 12: []}[start]
-    for one in whole:
-        assert next(groups) == one
-        assert groups.position == one[-1] + 1
-    if last == "raise" and rest:
-        message = f"after {len(rest)} of 4 microbatches"
+def test_group_ends_as_last_says(last: Any, case: Grouping) -> None:
+    """Every microbatch from ``start`` on, in order; the rest, once."""
+    groups = ps.group(iter(range(10)), 4, last, start=case.start)
+
+    for expected in case.full:
+        assert next(groups) == expected
+        assert groups.position == expected[-1] + 1
+
+    if last == "raise" and case.rest:
+        message = f"after {len(case.rest)} of 4 microbatches"
         with pytest.raises(ps.DataExhausted, match=message) as event:
             next(groups)
-        assert (event.value.found, event.value.wanted) == (len(rest), 4)
-    elif last == "keep" and rest:
-        assert next(groups) == rest
+        assert event.value.num_found == len(case.rest)
+        assert event.value.num_expected == 4
+    elif last == "keep" and case.rest:
+        assert next(groups) == case.rest
     assert next(groups, "end") == "end"
 
 
 def test_group_loses_nothing_to_an_error() -> None:
     """What was taken before the source failed is part of the next group."""
-    source: Iterator[Any] = iter([0, 1, OSError("disk"), 2, 3, 4])
+    source: Iterator[int | OSError] = iter([0, 1, OSError("disk"), 2, 3, 4])
 
     class Flaky(Iterator[int]):
         def __next__(self) -> int:
-            found: int | OSError = next(source)
-            if isinstance(found, OSError):
-                raise found
-            return found
+            value = next(source)
+            if isinstance(value, OSError):
+                raise value
+            return value
 
     groups = ps.group(Flaky(), 3)
     with pytest.raises(OSError, match="disk"):
@@ -55,50 +72,77 @@ def test_group_loses_nothing_to_an_error() -> None:
 
 
 def test_group_inside_a_generator_ends_it_quietly() -> None:
-    def training() -> Iterator[int]:
-        for one in ps.group(range(3), 2):
-            yield len(one)
+    def train() -> Iterator[int]:
+        for group in ps.group(range(3), 2):
+            yield len(group)
 
-    assert list(training()) == [2, 1]
+    assert list(train()) == [2, 1]
 
 
 DATA: Any = torch.arange(8)
 ROWS = range(8)
-UNSEEDED: list[dict[str, Any]] = [
-    {"shuffle": True}, {"shuffle": True, "batch_size": None},
-    {"sampler": data.RandomSampler(ROWS), "generator": torch.Generator()},
-    {"sampler": data.SubsetRandomSampler(ROWS)}, {"sampler": data.WeightedRandomSampler([1.0] * 8, 8)},
-    {"batch_sampler": data.BatchSampler(data.RandomSampler(ROWS), 2, drop_last=False)},
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("how", UNSEEDED)
-def test_group_resumes_no_order_of_the_global_generator(how: Any) -> None:
-    """It is another one by then; nothing is asked where nothing is resumed."""
-    loader: Any = data.DataLoader(DATA, **how)
-    assert sum(map(len, ps.group(loader, 2))) == len(loader)
-    with pytest.raises(
-        ValueError, match=r"start=2 .* global generator: .*manual_seed\(epoch\)"
-    ):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"shuffle": True},
+        {"shuffle": True, "batch_size": None},
+        {"sampler": data.RandomSampler(ROWS), "generator": torch.Generator()},
+        {"sampler": data.SubsetRandomSampler(ROWS)},
+        {"sampler": data.WeightedRandomSampler([1.0] * 8, 8)},
+        {
+            "batch_sampler": data.BatchSampler(
+                data.RandomSampler(ROWS), 2, drop_last=False
+            ),
+        },
+    ],
+)
+def test_group_resumes_no_order_of_the_global_generator(settings: Any) -> None:
+    """It is another one by then; nothing is refused where nothing is resumed."""
+    loader: Any = data.DataLoader(DATA, **settings)
+
+    num_microbatches = sum(len(group) for group in ps.group(loader, 2))
+    assert num_microbatches == len(loader)
+
+    message = r"start=2 .* global generator: .*manual_seed\(epoch\)"
+    with pytest.raises(ValueError, match=message):
         ps.group(loader, 2, start=2)
 
 
-@pytest.mark.parametrize("how", ["loader", "sampler", "in order", "a list"])
-def test_group_resumes_an_order_that_is_seeded(how: str) -> None:
-    def parts(start: int) -> list[Any]:
-        seeded = torch.Generator().manual_seed(3)
-        hows: dict[str, dict[str, Any]] = {
-            "loader": {"shuffle": True, "generator": seeded},
-            "sampler": {
-                "sampler": data.WeightedRandomSampler([1.0] * 8, 8, generator=seeded)
-            },
-            "in order": {"shuffle": False},
-            "a list": {"sampler": [3, 1, 2]},
-        }
-        groups = ps.group(data.DataLoader(DATA, **hows[how]), 1, start=start)
-        return [part.tolist() for one in groups for part in one]
+def seed_loader() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    return {"shuffle": True, "generator": generator}
 
-    assert parts(2) == parts(0)[2:] != []
+
+def seed_sampler() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    sampler = data.WeightedRandomSampler([1.0] * 8, 8, generator=generator)
+    return {"sampler": sampler}
+
+
+@pytest.mark.parametrize(
+    "make_settings",
+    [
+        seed_loader,
+        seed_sampler,
+        lambda: {"shuffle": False},
+        lambda: {"sampler": [3, 1, 2]},
+    ],
+    ids=["loader", "sampler", "in order", "a list"],
+)
+def test_group_resumes_an_order_that_is_seeded(make_settings: Any) -> None:
+    def read_from(start: int) -> list[Any]:
+        loader = data.DataLoader(DATA, **make_settings())
+        groups = ps.group(loader, 1, start=start)
+        return [microbatch.tolist() for (microbatch,) in groups]
+
+    resumed = read_from(2)
+    assert resumed == read_from(0)[2:]
+    assert resumed != []
+
+
+# Splits, merges and plans
 
 
 @given(st.integers(1, 5), st.integers(0, 4))
@@ -108,36 +152,100 @@ def test_split_and_merge_are_inverse(k: int, size: int) -> None:
         "nested": [torch.arange(k * size)],
         "none": None,
     }
-    parts = ps.split(batch, k)
-    assert [len(part["x"]) for part in parts] == [size] * k
-    assert_same(ps.merge(parts), batch)
-    assert_same(ps.split(ps.merge(parts), k), parts)
+    microbatches = ps.split(batch, k)
+    merged = ps.merge(microbatches)
+
+    sizes = [len(microbatch["x"]) for microbatch in microbatches]
+    assert sizes == [size] * k
+    assert_same(merged, batch)
+    assert_same(ps.split(merged, k), microbatches)
 
 
-COMMON, SIX = "one common first dimension", {"x": torch.arange(6)}
+COMMON = "one common first dimension"
+SIX = {"x": torch.arange(6)}
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: ps.group([], 0), "k=0 microbatches make no group"),
-    (lambda: ps.group([], 1, "pad"), "last='pad' must be one of 'keep', 'drop', 'raise'"),  # type: ignore[arg-type]
-    (lambda: ps.group([], 1, start=-1), "start=-1 is no position"),
-    (lambda: ps.split(SIX, 4), r"batch of 6 .* k=4 .*divisible by 1, 2, 3, 6"),
-    (lambda: ps.split(SIX, 0), r"batch of 6 .* k=0 .*divisible by"),
-    (lambda: ps.split({"x": torch.ones(4), "y": torch.ones(2)}, 2), COMMON),
-    (lambda: ps.split({"x": torch.ones(4), "y": torch.tensor(1)}, 2), COMMON),
-    (lambda: ps.split({"x": 3}, 2), COMMON),
-    (lambda: ps.split({}, 2), COMMON),
-    (lambda: ps.merge([]), "no microbatches"),
-    (lambda: ps.merge([{"x": torch.ones(1)}, {"x": torch.ones(2)}]), r"one length, these have \[1, 2\]"),
-    (lambda: ps.plan(), "given neither"),
-    (lambda: ps.plan(global_batch_size=4), r"given \['global_batch_size'\]"),
-    (lambda: ps.plan(global_batch_size=4, local_tokens=2), "given"),
-    (lambda: ps.plan(global_batch_size=4, local_batch_size=0), "local_batch_size=0 must be at least 1"),
-    (lambda: ps.plan(global_tokens=4, local_tokens=2, axis_size=0), "axis_size=0 must be at least 1"),
-    (lambda: ps.plan(global_batch_size=100, local_batch_size=8, axis_size=5),
-     r"global_batch_size=100 .* 8 \* 5 = 40\. .*global_batch_size=80 or 120; local_batch_size=5 or 10"),
-    (lambda: ps.plan(global_tokens=100, local_tokens=4, axis_size=8), r"global_tokens=100 .*Nearest that work: global_tokens=96 or 128$"),
-    (lambda: ps.plan(global_batch_size=20, local_batch_size=4, axis_size=10), "global_batch_size=40; local_batch_size=1 or 2"),
-    (lambda: ps.plan(global_tokens=6_000_034, local_tokens=3_000_000), r"local_tokens=2 or 3000017$"),
-]  # fmt: skip
+    (
+        lambda: ps.group([], 0),
+        "k=0 microbatches make no group",
+    ),
+    (
+        lambda: ps.group([], 1, "pad"),  # type: ignore[arg-type]
+        "last='pad' must be one of 'keep', 'drop', 'raise'",
+    ),
+    (
+        lambda: ps.group([], 1, start=-1),
+        "start=-1 is no position",
+    ),
+    (
+        lambda: ps.split(SIX, 4),
+        r"batch of 6 .* k=4 .*divisible by 1, 2, 3, 6",
+    ),
+    (
+        lambda: ps.split(SIX, 0),
+        r"batch of 6 .* k=0 .*divisible by",
+    ),
+    (
+        lambda: ps.split({"x": torch.ones(4), "y": torch.ones(2)}, 2),
+        COMMON,
+    ),
+    (
+        lambda: ps.split({"x": torch.ones(4), "y": torch.tensor(1)}, 2),
+        COMMON,
+    ),
+    (
+        lambda: ps.split({"x": 3}, 2),
+        COMMON,
+    ),
+    (
+        lambda: ps.split({}, 2),
+        COMMON,
+    ),
+    (
+        lambda: ps.merge([]),
+        "no microbatches",
+    ),
+    (
+        lambda: ps.merge([{"x": torch.ones(1)}, {"x": torch.ones(2)}]),
+        r"one length, these have \[1, 2\]",
+    ),
+    (
+        lambda: ps.plan(),
+        "given neither",
+    ),
+    (
+        lambda: ps.plan(global_batch_size=4),
+        r"given \['global_batch_size'\]",
+    ),
+    (
+        lambda: ps.plan(global_batch_size=4, local_tokens=2),
+        "given",
+    ),
+    (
+        lambda: ps.plan(global_batch_size=4, local_batch_size=0),
+        "local_batch_size=0 must be at least 1",
+    ),
+    (
+        lambda: ps.plan(global_tokens=4, local_tokens=2, axis_size=0),
+        "axis_size=0 must be at least 1",
+    ),
+    (
+        lambda: ps.plan(global_batch_size=100, local_batch_size=8, axis_size=5),
+        r"global_batch_size=100 .* 8 \* 5 = 40\. "
+        r".*global_batch_size=80 or 120; local_batch_size=5 or 10",
+    ),
+    (
+        lambda: ps.plan(global_tokens=100, local_tokens=4, axis_size=8),
+        r"global_tokens=100 .*Nearest that work: global_tokens=96 or 128$",
+    ),
+    (
+        lambda: ps.plan(global_batch_size=20, local_batch_size=4, axis_size=10),
+        "global_batch_size=40; local_batch_size=1 or 2",
+    ),
+    (
+        lambda: ps.plan(global_tokens=6_000_034, local_tokens=3_000_000),
+        r"local_tokens=2 or 3000017$",
+    ),
+]
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
@@ -152,11 +260,24 @@ def test_group_split_merge_and_plan_refuse(
 def test_plan_multiplies_up(local: int, size: int, steps: int) -> None:
     total = local * size * steps
     expected = ps.BatchPlan(total, local, size, steps)
-    assert (
-        ps.plan(global_batch_size=total, local_batch_size=local, axis_size=size)
-        == expected
+
+    by_examples = ps.plan(
+        global_batch_size=total, local_batch_size=local, axis_size=size
     )
-    assert ps.plan(global_tokens=total, local_tokens=local, axis_size=size) == expected
+    by_tokens = ps.plan(global_tokens=total, local_tokens=local, axis_size=size)
+
+    assert by_examples == expected
+    assert by_tokens == expected
+
+
+def read_offers(message: str) -> dict[str, list[int]]:
+    """Parses "... work: global_tokens=96 or 128; local_tokens=5" by name."""
+    offers = {}
+    _, listed = message.split("work: ")
+    for offer in listed.split("; "):
+        name, sizes = offer.split("=")
+        offers[name] = [int(size) for size in sizes.split(" or ")]
+    return offers
 
 
 @given(st.integers(1, 200), st.integers(1, 30), st.integers(1, 4))
@@ -166,74 +287,101 @@ def test_plan_offers_the_nearest_that_work(total: int, local: int, ranks: int) -
     def works(total: int, local: int) -> bool:
         return total % (local * ranks) == 0
 
-    try:
+    if works(total, local):
         ps.plan(global_tokens=total, local_tokens=local, axis_size=ranks)
-    except ValueError as error:
-        offers = dict(
-            offer.split("=") for offer in str(error).split("work: ")[1].split("; ")
-        )
-        sizes = {
-            name: list(map(int, text.split(" or "))) for name, text in offers.items()
-        }
-        assert all(works(size, local) for size in sizes["global_tokens"])
-        assert min(abs(size - total) for size in sizes["global_tokens"]) == min(
-            abs(size - total) for size in range(1, 400) if works(size, local)
-        )
-        locals_ = [size for size in range(1, 201) if works(total, size)]
-        closest = sorted(locals_, key=lambda size: abs(size - local))[:2]
-        assert sizes.get("local_tokens", []) == sorted(closest)
-    else:
-        assert works(total, local)
+        return
+    with pytest.raises(ValueError, match="work: ") as info:
+        ps.plan(global_tokens=total, local_tokens=local, axis_size=ranks)
+
+    offers = read_offers(str(info.value))
+    assert all(works(size, local) for size in offers["global_tokens"])
+    nearest_offered = min(abs(size - total) for size in offers["global_tokens"])
+    totals_that_work = [size for size in range(1, 400) if works(size, local)]
+    assert nearest_offered == min(abs(size - total) for size in totals_that_work)
+
+    locals_that_work = [size for size in range(1, 201) if works(total, size)]
+    locals_that_work.sort(key=lambda size: abs(size - local))
+    assert offers.get("local_tokens", []) == sorted(locals_that_work[:2])
+
+
+# Sources of microbatches
 
 
 def collate(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """One microbatch of examples as they come."""
+    """Packs examples into one microbatch as they come."""
     (packed,) = ps.pack(examples, max_tokens=10**6)
     return packed
 
 
-EXAMPLES = examples_of([3, 1, 4, 1, 5, 9])
-PAIRS = [EXAMPLES[i : i + 2] for i in (0, 2, 4)]
+EXAMPLES = make_examples([3, 1, 4, 1, 5, 9])
 TABLE: Any = datasets.Dataset.from_dict(
-    {name: [one[name].tolist() for one in EXAMPLES] for name in ("tokens", "labels")}
+    {
+        "tokens": [example["tokens"].tolist() for example in EXAMPLES],
+        "labels": [example["labels"].tolist() for example in EXAMPLES],
+    }
 )
-two_of: Any = {"batch_size": 2, "collate_fn": collate}
+
+
+def in_pairs(examples: Any) -> list[Any]:
+    """Collates examples two by two."""
+    return [collate(examples[i : i + 2]) for i in (0, 2, 4)]
+
+
+def load_pairs(source: Any, **settings: Any) -> Any:
+    return data.DataLoader(source, batch_size=2, collate_fn=collate, **settings)
+
+
+def load_group_of_pairs() -> Any:
+    """Makes all microbatches of a group in one call of ``collate_fn``."""
+    loader = data.DataLoader(TABLE.with_format("torch"), 6, collate_fn=in_pairs)
+    return next(iter(loader))
+
+
+def stream_rows() -> Any:
+    return TABLE.to_iterable_dataset().with_format("torch")
+
+
 SOURCES: dict[str, Callable[[], Any]] = {
-    "a list": lambda: [collate(pair) for pair in PAIRS],
-    "a generator": lambda: (collate(pair) for pair in PAIRS),
-    "a loader with workers": lambda: data.DataLoader(EXAMPLES, num_workers=1, **two_of),  # type: ignore[arg-type]
-    "rows of a table": lambda: data.DataLoader(TABLE.with_format("torch"), **two_of),
-    "a stream of rows": lambda: data.DataLoader(TABLE.to_iterable_dataset().with_format("torch"), **two_of),
-    "groups of a loader's worker": lambda: next(
-        iter(data.DataLoader(TABLE.with_format("torch"), 6, collate_fn=lambda rows: [collate(rows[i : i + 2]) for i in (0, 2, 4)]))
-    ),
-}  # fmt: skip
+    "a list": lambda: in_pairs(EXAMPLES),
+    "a generator": lambda: (collate(EXAMPLES[i : i + 2]) for i in (0, 2, 4)),
+    "a loader with workers": lambda: load_pairs(EXAMPLES, num_workers=1),
+    "rows of a table": lambda: load_pairs(TABLE.with_format("torch")),
+    "a stream of rows": lambda: load_pairs(stream_rows()),
+    "groups of a loader's worker": load_group_of_pairs,
+}
 
 
-def counted(m: Any) -> torch.Tensor:
-    """The default, under another name: these labels are the tokens."""
+def weigh_labels(m: Any) -> torch.Tensor:
+    """Calls the default under another name: these labels are the tokens."""
     return ps.label_weights(m)
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_sources_of_every_kind(source: str) -> None:
     """The tokens of each update, of four and two examples."""
-    step = ps.make_update_step(lambda w, m: w * m["labels"], SGD, weight_fn=counted)
+
+    def scaled_labels(w: Tensor, m: Any) -> Tensor:
+        return w * m["labels"]
+
+    step = ps.make_update_step(scaled_labels, SGD, weight_fn=weigh_labels)
     w = torch.tensor(1.0)
-    groups = ps.prefetch(ps.group(SOURCES[source](), 2), "cpu")
-    assert [int(step(w, SGD.init(w), group)[2].num_tokens) for group in groups] == [
-        9,
-        14,
-    ]
+
+    counts = []
+    for group in ps.prefetch(ps.group(SOURCES[source](), 2), "cpu"):
+        _, _, metrics = step(w, SGD.init(w), group)
+        counts.append(int(metrics.num_tokens))
+    assert counts == [9, 14]
 
 
 def test_microbatches_in_any_container() -> None:
-    parts = ({key: value[:1] for key, value in MICROBATCH.items()}, MICROBATCH)
-    assert_same(step_with(group=parts), step_with(group=list(parts)))
+    first_token = {key: value[:1] for key, value in MICROBATCH.items()}
+    as_tuple = run_step(group=(first_token, MICROBATCH))
+    as_list = run_step(group=[first_token, MICROBATCH])
+    assert_same(as_tuple, as_list)
 
 
 class Anew(Sequence[Any]):
-    """Makes its microbatches whenever it is asked, with masks drawn anew, as for masked models."""
+    """Makes its microbatches whenever they are read, with masks drawn anew, as for masked models."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -251,6 +399,12 @@ class Anew(Sequence[Any]):
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 def test_a_sequence_that_makes_its_microbatches_anew(normalize: Any) -> None:
     """What is counted is what is computed: the loss of every counted token is w² = 1."""
-    mask_of = itemgetter("mask")
-    assert step_with(group=Anew(), normalize=normalize, weight_fn=mask_of)[2].loss == 1
-    assert ps.make_eval_step(loss_fn, weight_fn=mask_of)(PARAMS, Anew()).loss == 1
+
+    def mask_of(m: Any) -> Tensor:
+        return m["mask"]
+
+    *_, metrics = run_step(group=Anew(), normalize=normalize, weight_fn=mask_of)
+    evaluate = ps.make_eval_step(loss_fn, weight_fn=mask_of)
+
+    assert metrics.loss == 1
+    assert evaluate(PARAMS, Anew()).loss == 1

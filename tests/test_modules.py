@@ -5,7 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -13,224 +13,301 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import purestep as ps
-from tests import modules
-from tests.modules import (
+from tests import module_kinds
+from tests.module_kinds import (
     D,
-    Of,
+    FunctionModule,
+    Params,
     assert_equal,
-    close,
-    data,
+    draw_inputs,
     grads,
+    is_close,
     linear,
-    losses,
-    made,
-    train,
+    make_module,
+    squared_losses,
+    train_three_steps,
 )
+
+
+def identities_in(module: nn.Module) -> list[Any]:
+    """Lists the identity of each attribute, and of the entries of its dict or list."""
+    identities: list[Any] = []
+    for key, value in vars(module).items():
+        identities.append((key, id(value)))
+        if isinstance(value, dict):
+            entries: Any = value.items()
+        elif isinstance(value, list):
+            entries = enumerate(value)
+        else:
+            entries = []
+        identities += [(name, id(entry)) for name, entry in entries]
+    return identities
 
 
 def look(module: nn.Module) -> list[Any]:
-    """All that can be seen of a module, by identity, and its values."""
-    found: list[Any] = [value.tolist() for value in module.state_dict().values()]
-    for each in module.modules():
-        for key, value in vars(each).items():
-            parts = value.items() if isinstance(value, dict) else enumerate([value])
-            parts = enumerate(value) if isinstance(value, list) else parts
-            found += [(key, id(value)), *[(name, id(part)) for name, part in parts]]
-    return found
+    """Lists all that can be seen of a module, by identity, and its values."""
+    values = [tensor.tolist() for tensor in module.state_dict().values()]
+    return values + [identities_in(submodule) for submodule in module.modules()]
 
 
-@pytest.mark.parametrize("name", modules.MODULES)
+@pytest.mark.parametrize("name", module_kinds.MODULES)
 def test_gradients_are_the_modules_own(name: str) -> None:
-    module, x = made(name), data()
+    module = make_module(name)
+    x = draw_inputs()
     before = look(module)
     params, apply = ps.from_module(module)
-    found = grads(apply, params, x)
+
+    ours = grads(apply, params, x)
+
     assert look(module) == before
     assert all(p.grad is None for p in module.parameters())
-    assert all(not p.requires_grad and type(p) is Tensor for p in params.values())
-    assert_equal(found, modules.backward(module, x))
+    for param in params.values():
+        assert not param.requires_grad
+        assert type(param) is Tensor
+    assert_equal(ours, module_kinds.backward(module, x))
 
 
-@pytest.mark.parametrize(
-    "name", ["self-referring", "tied", "parametrized", "LSTM", "attention"]
-)
+NO_BATCH_RULES = ("LSTM", "attention", "parametrized")
+"""Modules with operations for which torch has no rules under vmap and jvp."""
+
+
+@pytest.mark.parametrize("name", ["self-referring", "tied", *NO_BATCH_RULES])
 def test_transforms(name: str) -> None:
-    module, x = made(name), data()
+    module = make_module(name)
+    x = draw_inputs()
     params, apply = ps.from_module(module)
 
     def loss(p: Any) -> Tensor:
-        return losses(apply(p, x)).sum()
+        return squared_losses(apply(p, x)).sum()
 
     grad = torch.func.grad(loss)
-    trained = {n: g for n, g in modules.backward(module, x).items() if n in params}
-    assert close(grad(params), trained)
-    if name in ("LSTM", "attention", "parametrized"):
-        return  # torch has no rules for some of their operations under vmap and jvp.
-    many = {name: torch.stack([p, 2 * p]) for name, p in params.items()}
-    at_once = torch.vmap(grad)(many)
+    slopes = grad(params)
+    expected = module_kinds.backward(module, x)
+    assert is_close(slopes, {n: g for n, g in expected.items() if n in params})
+    if name in NO_BATCH_RULES:
+        return
+
+    stacked = {name: torch.stack([p, 2 * p]) for name, p in params.items()}
+    batched = torch.vmap(grad)(stacked)
     for index in (0, 1):
-        alone = grad({name: p[index] for name, p in many.items()})
-        assert close({name: g[index] for name, g in at_once.items()}, alone)
-    along = torch.func.jvp(loss, (params,), (params,))[1]
-    slope = sum((g * params[name]).sum() for name, g in grad(params).items())
-    assert close({"": along}, {"": torch.as_tensor(slope)})
+        member = {name: p[index] for name, p in stacked.items()}
+        member_slopes = {name: g[index] for name, g in batched.items()}
+        assert is_close(member_slopes, grad(member))
+
+    tangent = torch.func.jvp(loss, (params,), (params,))[1]
+    products = [(g * params[name]).sum() for name, g in slopes.items()]
+    assert is_close({"": tangent}, {"": torch.stack(products).sum()})
 
 
-def test_what_trains_is_chosen_and_tied_params_are_one() -> None:
-    module = made("tied")
-    params, apply = ps.from_module(module)
-    assert [*params] == ["a.weight", "a.bias", "c.bias"]
-    assert [*ps.from_module(module, trainable="c.weight")[0]] == ["a.weight"]
-    with pytest.raises(
-        ValueError, match=r"trainable='\*\.wight' .* a\.weight, a\.bias, "
-    ):
+def names_of_params(module: nn.Module, trainable: Any = None) -> list[str]:
+    params, _ = ps.from_module(module, trainable=trainable)
+    return list(params)
+
+
+def test_tied_params_are_one() -> None:
+    module = make_module("tied")
+    assert names_of_params(module) == ["a.weight", "a.bias", "c.bias"]
+    assert names_of_params(module, "c.weight") == ["a.weight"]
+    message = r"trainable='\*\.wight' .* a\.weight, a\.bias, "
+    with pytest.raises(ValueError, match=message):
         ps.from_module(module, trainable="*.wight")
-    module = made("checkpointed")
-    assert [*ps.from_module(module)[0]] == ["a.weight", "a.bias", "b.weight", "b.bias"]
-    assert [*ps.from_module(module, trainable="*.bias")[0]] == [
-        "a.bias",
-        "b.bias",
-        "frozen.bias",
-    ]
-    params, apply = ps.from_module(
-        module, trainable=lambda name, p: p.ndim == 2 and "b" in name
-    )
-    assert [*params] == ["b.weight"]
 
-    def scaled(p: Any, x: Tensor) -> Any:
+
+def test_trainable_chooses_params() -> None:
+    module = make_module("checkpointed")
+    trained = ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert names_of_params(module) == trained
+    biases = ["a.bias", "b.bias", "frozen.bias"]
+    assert names_of_params(module, "*.bias") == biases
+
+
+def test_params_that_are_not_chosen_stay_the_modules() -> None:
+    module = make_module("checkpointed")
+
+    def is_matrix_of_b(name: str, p: Tensor) -> bool:
+        return p.ndim == 2 and "b" in name
+
+    params, apply = ps.from_module(module, trainable=is_matrix_of_b)
+    assert list(params) == ["b.weight"]
+
+    def apply_to_products(p: Any, x: Tensor) -> Any:
+        """Passes tensors that autograd has computed, no leaves."""
         return apply({name: 1 * leaf for name, leaf in p.items()}, x)
 
-    wanted = modules.backward(module, data())["b.weight"]
-    for each in (apply, scaled):
-        assert torch.equal(grads(each, params, data())["b.weight"], wanted)
+    expected = module_kinds.backward(module, draw_inputs())["b.weight"]
+    for fn in (apply, apply_to_products):
+        assert torch.equal(grads(fn, params, draw_inputs())["b.weight"], expected)
 
 
 def test_evaluation() -> None:
     module = nn.Sequential(linear(), nn.BatchNorm1d(6), nn.Dropout(0.5)).double()
     module[1].eval()
     params, apply = ps.from_module(module)
-    output = apply.eval(params, data())
-    evaluate = ps.make_eval_step(
-        lambda p, x: losses(apply.eval(p, x)), weight_fn=modules.ones
-    )
-    loss = evaluate(params, [data()]).loss
-    assert module.training
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return squared_losses(apply.eval(p, x))
+
+    output = apply.eval(params, draw_inputs())
+    evaluate = ps.make_eval_step(loss_fn, weight_fn=module_kinds.ones)
+    loss = evaluate(params, [draw_inputs()]).loss
+
     with torch.no_grad():
-        wanted = module.eval()(data())
-    assert torch.equal(output, wanted)
-    assert torch.equal(loss, losses(wanted).sum() / 4)
+        expected = module.eval()(draw_inputs())
+    assert torch.equal(output, expected)
+    assert torch.equal(loss, squared_losses(expected).sum() / 4)
     assert apply.eval.eval is apply.eval
 
 
 def test_params_are_written_back() -> None:
-    module = made("tied")
+    module = make_module("tied")
     params, apply = ps.from_module(module)
     doubled = {name: 2 * p for name, p in params.items()}
     pointers = [p.data_ptr() for p in module.parameters()]
-    with pytest.raises(ValueError, match="no place for other"):
-        ps.to_module({"other": data()}, module)
-    with pytest.raises(
-        ValueError, match=r"c\.bias is .* of shape \(1,\), and the module's is tor"
-    ):
-        ps.to_module({**doubled, "c.bias": params["c.bias"][:1]}, module)
-    assert torch.equal(module.a.bias, params["a.bias"])
+
     ps.to_module(doubled, module)
-    assert torch.equal(module(data()), apply(doubled, data()))
+    assert torch.equal(module(draw_inputs()), apply(doubled, draw_inputs()))
+
     ps.to_module({"c.bias": params["c.bias"]}, module)
     assert torch.equal(module.c.bias, params["c.bias"])
     assert torch.equal(module.a.weight, doubled["a.weight"])
     assert [p.data_ptr() for p in module.parameters()] == pointers
+
+
+def test_params_that_do_not_fit_are_not_written() -> None:
+    module = make_module("tied")
+    params, _ = ps.from_module(module)
+    doubled = {name: 2 * p for name, p in params.items()}
+    too_short = params["c.bias"][:1]
+
+    with pytest.raises(ValueError, match="no place for other"):
+        ps.to_module({"other": draw_inputs()}, module)
+    message = r"c\.bias is .* of shape \(1,\), and the module's is tor"
+    with pytest.raises(ValueError, match=message):
+        ps.to_module({**doubled, "c.bias": too_short}, module)
+    assert torch.equal(module.a.bias, params["a.bias"])
+
+
+def test_params_and_buffers_are_written_by_any_of_their_names() -> None:
+    module = make_module("tied")
+    params, _ = ps.from_module(module)
     module.a.register_buffer("n", torch.zeros(1))
     module.d = module.a
-    ps.to_module({"d.bias": params["a.bias"]}, module, buffers={"d.n": torch.ones(1)})
+    ps.to_module({name: 2 * p for name, p in params.items()}, module)
+
+    bias = {"d.bias": params["a.bias"]}
+    ps.to_module(bias, module, buffers={"d.n": torch.ones(1)})
+
     assert torch.equal(module.a.n + module.a.bias, 1 + params["a.bias"])
+
+
+def grads_of_two_calls(name: str) -> Params:
+    """Differentiates a product of two calls, with a third call before the backward pass."""
+    params, apply = ps.from_module(make_module(name))
+    one = {name: p.clone().requires_grad_() for name, p in params.items()}
+    two = {name: (2 * p).requires_grad_() for name, p in params.items()}
+    first = squared_losses(apply(one, draw_inputs())).sum()
+    second = squared_losses(apply(two, draw_inputs())).sum()
+
+    apply({name: 3 * p for name, p in one.items()}, draw_inputs())
+    (first * second).backward()
+
+    result: Params = {}
+    for index, leaves in enumerate((one, two)):
+        for name, leaf in leaves.items():
+            assert leaf.grad is not None
+            result[f"{name} {index}"] = leaf.grad
+    return result
 
 
 def test_checkpoints_compute_again_with_the_params_of_their_call() -> None:
     """Also when ``apply`` is called with others before the backward pass."""
-    results: list[Any] = []
-    for name in ("checkpointed", "kept"):
-        params, apply = ps.from_module(made(name))
-        one = {name: p.clone().requires_grad_() for name, p in params.items()}
-        two = {name: (2 * p).requires_grad_() for name, p in params.items()}
-        first, second = (
-            losses(apply(one, data())).sum(),
-            losses(apply(two, data())).sum(),
-        )
-        apply({name: 3 * p for name, p in one.items()}, data())
-        (first * second).backward()
-        results.append(
-            {f"{n} {i}": p[n].grad for i, p in enumerate((one, two)) for n in p}
-        )
-    assert_equal(*results)
+    checkpointed = grads_of_two_calls("checkpointed")
+    kept = grads_of_two_calls("kept")
+    assert_equal(checkpointed, kept)
 
 
-GRAPHS = [
-    "collections",
-    "tied",
-    "parametrized",
-    "attention",
-    "keeping",
-    "helped",
-    "checkpointed",
-]
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-def test_compiled_it_is_one_graph(name: str, fresh_compiler: None) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "collections",
+        "tied",
+        "parametrized",
+        "attention",
+        "keeping",
+        "helped",
+        "checkpointed",
+    ],
+)
+def test_a_compiled_module_is_one_graph(name: str, fresh_compiler: None) -> None:
     """But for hooks and objects that lead back to the module. It keeps neither params nor module."""
-    module, x = made(name), data()
+    module = make_module(name)
+    x = draw_inputs()
     params, apply = ps.from_module(module)
     before = [id(p) for p in module.parameters()]
-    compiled = modules.traced(apply)
+    compiled = module_kinds.trace(apply)
+
     for scale in (1, 2):
-        there = {name: scale * p for name, p in params.items()}
-        assert torch.equal(compiled(there, x), apply(there, x))
+        scaled = {name: scale * p for name, p in params.items()}
+        assert torch.equal(compiled(scaled, x), apply(scaled, x))
+
     assert [id(p) for p in module.parameters()] == before
-    last = weakref.ref(there.pop(next(iter(params))))
+    first_name = next(iter(params))
+    first_param = weakref.ref(scaled.pop(first_name))
     gc.collect()
-    assert last() is None
+    assert first_param() is None
 
 
-def test_steps_compiled_and_donated(fresh_compiler: None) -> None:
+@pytest.mark.parametrize("name", ["tied", "checkpointed"])
+def test_steps_compiled_and_donated(name: str, fresh_compiler: None) -> None:
     """Where there is no one graph, as of checkpoints from torch 2.12 on, the step is eager: nothing was swapped."""
-    for name in ("tied", "checkpointed"):
-        params, apply = ps.from_module(made(name))
-        plain = train(apply, params)
-        assert_equal(train(apply, params, donate=True), plain)
-        refused = pytest.warns(UserWarning, match="cannot make one graph")
-        gives_up = name == "checkpointed" and torch.__version__ >= "2.12"
-        with refused if gives_up else nullcontext():
-            assert close(
-                train(apply, params, compile=modules.TRACED, donate=True), plain
-            )
-        assert_equal(train(apply, params), plain)
+    params, apply = ps.from_module(make_module(name))
+    plain = train_three_steps(apply, params)
+    assert_equal(train_three_steps(apply, params, donate=True), plain)
+
+    expectation: Any = nullcontext()
+    if name == "checkpointed" and torch.__version__ >= "2.12":
+        expectation = pytest.warns(UserWarning, match="cannot make one graph")
+    with expectation:
+        compiled = train_three_steps(
+            apply, params, compile=module_kinds.AOT_EAGER, donate=True
+        )
+
+    assert is_close(compiled, plain)
+    assert_equal(train_three_steps(apply, params), plain)
 
 
 def test_hooks_on_the_backward_pass_are_not_compiled(fresh_compiler: None) -> None:
-    params, apply = ps.from_module(made("hooked"))
-    plain = train(apply, params)
-    with pytest.raises(Exception, match="leaves hooks on a module's backward pass out"):
-        modules.traced(apply)(params, data())
+    params, apply = ps.from_module(make_module("hooked"))
+    plain = train_three_steps(apply, params)
+
+    message = "leaves hooks on a module's backward pass out"
+    with pytest.raises(Exception, match=message):
+        module_kinds.trace(apply)(params, draw_inputs())
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        assert close(train(apply, params, compile=modules.TRACED), plain)
+        compiled = train_three_steps(apply, params, compile=module_kinds.AOT_EAGER)
+    assert is_close(compiled, plain)
+
+
+# Modules and params that are refused
 
 
 class FSDPModule:
-    """As the class that ``fully_shard`` puts before a module's own is named."""
+    """Has the name of the class that ``fully_shard`` puts before a module's own."""
 
 
 Sharded = type("Sharded", (FSDPModule, nn.Linear), {})
+Slotted = type("Slotted", (nn.Linear,), {"__slots__": ("at",)})
 
 
-def masked(way: str = "register_hook") -> nn.Module:
+def hooked(register: str = "register_hook") -> nn.Module:
     module = linear()
-    getattr(module.weight, way)(lambda _: None)
+    getattr(module.weight, register)(lambda _: None)
     return module
 
 
 def aliased() -> nn.Module:
-    first, second = linear(), linear()
+    first = linear()
+    second = linear()
     second.weight.data = first.weight.data[:D]
     return nn.Sequential(first, second)
 
@@ -241,77 +318,178 @@ def viewed() -> nn.Module:
     return module
 
 
-def beside(other: Tensor) -> nn.Module:
-    return Of(
-        print, a=linear(), at=nn.Parameter(other, requires_grad=other.is_complex())
-    )
+def with_param(tensor: Tensor) -> nn.Module:
+    """Makes a module with this parameter ``at``, which requires grad if it is complex."""
+    param = nn.Parameter(tensor, requires_grad=tensor.is_complex())
+    return FunctionModule(print, a=linear(), at=param)
 
 
-REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
-    (lambda: nn.Sequential(nn.DataParallel(linear())), None, TypeError, r"Sequential\.0 is a DataParallel.* module\.module"),
-    (lambda: Sharded(D, D), None, TypeError, r"Sharded is a FSDPModule, no plain module: pass a module that fully_shard"),
-    (lambda: torch.compile(linear()), None, TypeError, r"is a OptimizedModule.* compile=True"),
-    (lambda: type("Slotted", (nn.Linear,), {"__slots__": ("at",)})(D, D), None, TypeError, r"^Slotted has __slots__"),
-    (lambda: {"w": torch.ones(1)}, None, TypeError, r"takes an nn\.Module, got dict"),
-    (masked, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
-    (lambda: masked("register_post_accumulate_grad_hook"), None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
-    (aliased, None, ValueError, r"^[01]\.weight, which trains, shares memory with [01]\.weight, .* one Parameter"),
-    (aliased, "0.weight", ValueError, r"^0\.weight, which trains, shares memory with 1\.weight, .* one Parameter"),
-    (viewed, None, ValueError, r"^weight, which trains, shares memory with kept\[0\], .* compute kept\[0\] in forward"),
-    (lambda: beside(torch.ones(3, dtype=torch.complex64)), None, TypeError, r"chooses at, which is torch\.complex64 .* torch\.view_as_real\(p\)"),
-    (lambda: beside(torch.arange(3)), "*", TypeError, r"chooses at, which is torch\.int64 .* leave it out"),
-    (lambda: nn.LazyLinear(D), None, ValueError, r"^weight has no values yet: .* call a lazy module"),
-    (lambda: nn.Linear(D, D, device="meta"), None, ValueError, r"^weight has no values yet: load it"),
-    (linear, ["weight"], TypeError, r"^trainable=\['weight'\] must be a pattern"),
-]  # fmt: skip
+class Refused(NamedTuple):
+    """A module that ``from_module`` refuses, and with which error."""
+
+    make: Callable[[], Any]
+    error: type[Exception]
+    message: str
+    trainable: Any = None
 
 
-@pytest.mark.parametrize(("make", "trainable", "error", "message"), REFUSED)
-def test_refused_modules_and_params(
-    make: Any, trainable: Any, error: Any, message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        ps.from_module(make(), trainable=trainable)
+REFUSED = [
+    Refused(
+        lambda: nn.Sequential(nn.DataParallel(linear())),
+        TypeError,
+        r"Sequential\.0 is a DataParallel.* module\.module",
+    ),
+    Refused(
+        lambda: Sharded(D, D),
+        TypeError,
+        r"Sharded is a FSDPModule, no plain module: pass a module that fully_shard",
+    ),
+    Refused(
+        lambda: torch.compile(linear()),
+        TypeError,
+        r"is a OptimizedModule.* compile=True",
+    ),
+    Refused(
+        lambda: Slotted(D, D),
+        TypeError,
+        r"^Slotted has __slots__",
+    ),
+    Refused(
+        lambda: {"w": torch.ones(1)},
+        TypeError,
+        r"takes an nn\.Module, got dict",
+    ),
+    Refused(
+        hooked,
+        TypeError,
+        r"^weight has a hook on its gradient, .* Transform",
+    ),
+    Refused(
+        lambda: hooked("register_post_accumulate_grad_hook"),
+        TypeError,
+        r"^weight has a hook on its gradient, .* Transform",
+    ),
+    Refused(
+        aliased,
+        ValueError,
+        r"^[01]\.weight, which trains, shares memory with [01]\.weight, .* one Parameter",
+    ),
+    Refused(
+        aliased,
+        ValueError,
+        r"^0\.weight, which trains, shares memory with 1\.weight, .* one Parameter",
+        trainable="0.weight",
+    ),
+    Refused(
+        viewed,
+        ValueError,
+        r"^weight, which trains, shares memory with kept\[0\], .* compute kept\[0\] in forward",
+    ),
+    Refused(
+        lambda: with_param(torch.ones(3, dtype=torch.complex64)),
+        TypeError,
+        r"chooses at, which is torch\.complex64 .* torch\.view_as_real\(p\)",
+    ),
+    Refused(
+        lambda: with_param(torch.arange(3)),
+        TypeError,
+        r"chooses at, which is torch\.int64 .* leave it out",
+        trainable="*",
+    ),
+    Refused(
+        lambda: nn.LazyLinear(D),
+        ValueError,
+        r"^weight has no values yet: .* call a lazy module",
+    ),
+    Refused(
+        lambda: nn.Linear(D, D, device="meta"),
+        ValueError,
+        r"^weight has no values yet: load it",
+    ),
+    Refused(
+        linear,
+        TypeError,
+        r"^trainable=\['weight'\] must be a pattern",
+        trainable=["weight"],
+    ),
+]
 
 
-def test_what_is_no_matter() -> None:
-    """Memory that is shared beside what trains, as of RNNs on a GPU; what leads to the module where no call goes."""
-    assert [*ps.from_module(aliased(), trainable="*.bias")[0]] == ["0.bias", "1.bias"]
-    module, both = linear(), torch.randn(D + 1, D)
-    module.weight.data, module.bias.data = both[:D], both[D]
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_modules_and_params(case: Refused) -> None:
+    with pytest.raises(case.error, match=case.message):
+        ps.from_module(case.make(), trainable=case.trainable)
+
+
+def test_memory_that_frozen_params_share_is_allowed() -> None:
+    """As of RNNs on a GPU."""
+    assert names_of_params(aliased(), "*.bias") == ["0.bias", "1.bias"]
+
+
+def test_hooks_that_no_call_reaches_are_allowed() -> None:
+    """Though they lead to the module."""
+    module = linear()
+    both = torch.randn(D + 1, D)
+    module.weight.data = both[:D]
+    module.bias.data = both[D]
     module.seen = {module}
     module.register_state_dict_pre_hook(lambda *_: module.seen.clear())
+
     params, apply = ps.from_module(module)
+
     assert torch.equal(apply(params, both), module(both))
-    normed = nn.utils.spectral_norm(
-        linear()
-    )  # whose weight is one of its parameters until a call
-    params, apply = ps.from_module(normed)
-    assert torch.equal(apply.eval(params, both), normed.eval()(both))
 
 
-def test_refused_calls() -> None:
-    x, (params, apply) = data(), ps.from_module(modules.normed().eval())
-    less, more, buffers = (
-        {"0.bias": params["0.bias"]},
-        {**params, "other": x},
-        {"other": x},
-    )
-    trained, untracked = ps.from_module(modules.normed())
-    spectral, normalized = ps.from_module(
-        parametrizations.spectral_norm(linear().double())
-    )
-    kept, checkpointed = ps.from_module(made("checkpointed"))
-    grad, wrong = torch.func.grad(lambda p: checkpointed(p, x).sum()), cast(Any, x)
-    refused: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: apply(less, x), ValueError, r"params lacks 0\.weight, 1\.weight, 1\.bias, and has no place for none"),
-        (lambda: apply(more, x), ValueError, r"params lacks none, and has no place for other"),
-        (lambda: apply(wrong), TypeError, r"params is a Tensor, no mapping by name: call apply\(params"),
-        (lambda: apply(params, x, buffers=buffers), ValueError, r"buffers lacks none, and has no place for other"),
-        (lambda: untracked(trained, x), ValueError, r"buffers lacks 1\.running_mean, .*buffers=dict\(module\.named_buffers"),
-        (lambda: normalized(spectral, x), ValueError, r"writes to parametrizations\.weight\.0\._u"),
-        (lambda: grad(kept), RuntimeError, "saved tensor hooks"),  # torch's own words
-    ]  # fmt: skip
-    for call, error, message in refused:
-        with pytest.raises(error, match=message):
-            call()
+def test_spectral_norm_is_allowed_in_evaluations() -> None:
+    """Its weight is one of its parameters until a call."""
+    module = nn.utils.spectral_norm(linear())
+    x = torch.randn(D + 1, D)
+    params, apply = ps.from_module(module)
+    assert torch.equal(apply.eval(params, x), module.eval()(x))
+
+
+# Calls that are refused
+
+
+def test_calls_with_other_params_or_buffers_are_refused() -> None:
+    x = draw_inputs()
+    params, apply = ps.from_module(module_kinds.make_batch_normed().eval())
+    too_few = {"0.bias": params["0.bias"]}
+    too_many = {**params, "other": x}
+    no_params = cast(Any, x)
+
+    message = r"params lacks 0\.weight, 1\.weight, 1\.bias, and has no place for none"
+    with pytest.raises(ValueError, match=message):
+        apply(too_few, x)
+    message = r"params lacks none, and has no place for other"
+    with pytest.raises(ValueError, match=message):
+        apply(too_many, x)
+    message = r"params is a Tensor, no mapping by name: call apply\(params"
+    with pytest.raises(TypeError, match=message):
+        apply(no_params)
+    message = r"buffers lacks none, and has no place for other"
+    with pytest.raises(ValueError, match=message):
+        apply(params, x, buffers={"other": x})
+
+
+def test_buffers_that_are_updated_must_be_passed() -> None:
+    params, apply = ps.from_module(module_kinds.make_batch_normed())
+    message = r"buffers lacks 1\.running_mean, .*buffers=dict\(module\.named_buffers"
+    with pytest.raises(ValueError, match=message):
+        apply(params, draw_inputs())
+
+
+def test_spectral_norm_that_is_updated_is_refused() -> None:
+    module = parametrizations.spectral_norm(linear().double())
+    params, apply = ps.from_module(module)
+    message = r"writes to parametrizations\.weight\.0\._u"
+    with pytest.raises(ValueError, match=message):
+        apply(params, draw_inputs())
+
+
+def test_checkpoints_under_a_transform_are_refused() -> None:
+    """In torch's own words."""
+    params, apply = ps.from_module(make_module("checkpointed"))
+    grad = torch.func.grad(lambda p: apply(p, draw_inputs()).sum())
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        grad(params)

@@ -1,9 +1,8 @@
-"""The package as a whole: its import, its names, how it installs."""
+"""The package: its import, its names, its installation."""
 
 import ast
 import importlib
 import inspect
-import itertools
 import pkgutil
 import re
 import shutil
@@ -24,14 +23,17 @@ import purestep as ps
 ROOT = Path(__file__).parent.parent
 
 
+def run(command: list[Any], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd)
+
+
 def python(*args: Any, cwd: Path = ROOT, interpreter: Any = sys.executable) -> str:
-    """What a program prints that must end well."""
-    run = subprocess.run(
-        [interpreter, *args], capture_output=True, text=True, timeout=240, cwd=cwd
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "-W" not in args or run.stderr == ""
-    return run.stdout
+    """Runs a program that must end well, and without a warning if ``-W`` asks for that."""
+    result = run([interpreter, *args], cwd)
+    assert result.returncode == 0, result.stdout + result.stderr
+    if "-W" in args:
+        assert result.stderr == ""
+    return result.stdout
 
 
 IMPORT = """
@@ -52,7 +54,7 @@ assert not late & new, late & new
 
 
 def test_import_is_light_and_silent() -> None:
-    """Nothing is loaded beyond torch, optree, einops, safetensors and the package, and nothing else of these than they load alone."""
+    """Only einops, safetensors and the package are loaded on top of torch and optree."""
     python("-W", "error", "-c", IMPORT)
 
 
@@ -79,108 +81,140 @@ def test_swapped_arguments_have_other_types(tmp_path: Path) -> None:
     """A right call passes mypy, a lambda too; a dict for a list and a module for params do not."""
     program = tmp_path / "program.py"
     program.write_text(MISTYPED)
-    mypy = [
-        sys.executable,
-        "-m",
-        "mypy",
-        str(program),
-    ]  # on what mypy has cached of the package
-    run = subprocess.run(mypy, capture_output=True, text=True, timeout=240, cwd=ROOT)
-    lines = {
-        int(line.split(":")[1]) for line in run.stdout.splitlines() if "error:" in line
-    }
-    calls = MISTYPED.splitlines().index("step(opt_state, params, [row])") + 1
-    assert lines == {*range(calls, calls + 4)}, run.stdout + run.stderr
+
+    # In the repository's folder, where mypy has a cache of the package.
+    result = run([sys.executable, "-m", "mypy", str(program)])
+
+    lines_with_errors = set()
+    for message in result.stdout.splitlines():
+        if "error:" in message:
+            _, line, *_ = message.split(":")
+            lines_with_errors.add(int(line))
+    first = MISTYPED.splitlines().index("step(opt_state, params, [row])") + 1
+    expected = {first, first + 1, first + 2, first + 3}
+    assert lines_with_errors == expected, result.stdout + result.stderr
 
 
-def test_public_names_show_an_example() -> None:
+def is_public(name: str, value: Any) -> bool:
+    """Returns whether this is a public function or class of the package."""
+    if not (inspect.isfunction(value) or inspect.isclass(value)):
+        return False
+    return name[0] != "_" and value.__module__.startswith("purestep")
+
+
+@pytest.mark.parametrize(
+    "namespace",
+    [ps, ps.optim, ps.losses, ps.random, ps.checkpoint, ps.testing],
+    ids=lambda namespace: namespace.__name__,
+)
+def test_public_names_show_an_example(namespace: Any) -> None:
     """Every public function and class runs in its docstring."""
-    for namespace in (ps, ps.optim, ps.losses, ps.random, ps.checkpoint, ps.testing):
-        for name, value in vars(namespace).items():
-            plain = inspect.isfunction(value) or inspect.isclass(value)
-            if plain and name[0] != "_" and value.__module__.startswith("purestep"):
-                assert ">>>" in (inspect.getdoc(value) or ""), f"{name} has no example"
+    for name, value in vars(namespace).items():
+        if is_public(name, value):
+            doc = inspect.getdoc(value) or ""
+            assert ">>>" in doc, f"{name} has no example"
 
+
+# Private names
 
 NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
+READERS = {"getattr", "hasattr", "attrgetter", "methodcaller"}
+"""Functions that take the name of an attribute as text."""
+
+
+def names_used(source: str) -> Iterator[str]:
+    """Yields the names of attributes, also in texts, and the parts of imported names."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "os")):
+                pass
+            case ast.Attribute(attr=name):
+                yield name
+            case ast.ImportFrom(module=str(path), names=aliases):
+                yield from path.split(".")
+                yield from (alias.name for alias in aliases)
+            case ast.Import(names=aliases):
+                for alias in aliases:
+                    yield from alias.name.split(".")
+            case ast.Call(func=ast.Name(id=reader), args=args) if reader in READERS:
+                for arg in args:
+                    if isinstance(arg, ast.Constant):
+                        yield from str(arg.value).split(".")
+
+
+def names_defined(source: str) -> set[str]:
+    """Lists the names with an underscore that a file defines: functions, variables, attributes."""
+    function = r"^ *(?:def|class) (_\w+)"
+    variable = r"^(_\w+)\b.* = "
+    attribute = r"\bself\.(_\w+)\b(?=.* = )"
+    matches = re.findall(f"{function}|{variable}|{attribute}", source, re.MULTILINE)
+    return {name for groups in matches for name in groups}
 
 
 def foreign_names(source: str) -> set[str]:
-    """The names in one file that begin with an underscore and are defined neither there nor by Python."""
-
-    def used() -> Iterator[str]:
-        for node in ast.walk(tree):
-            match node:
-                case ast.Attribute(value=ast.Name(id="self" | "os")):
-                    pass
-                case ast.Attribute(attr=name):
-                    yield name
-                case ast.ImportFrom(module=str(path), names=names):
-                    yield from [*path.split("."), *(each.name for each in names)]
-                case ast.Import(names=names):
-                    yield from (part for each in names for part in each.name.split("."))
-                case ast.Call(
-                    func=ast.Name(
-                        id="getattr" | "hasattr" | "attrgetter" | "methodcaller"
-                    ),
-                    args=args,
-                ):
-                    texts = (
-                        each.value for each in args if isinstance(each, ast.Constant)
-                    )
-                    yield from (part for text in texts for part in str(text).split("."))
-
-    tree = ast.parse(source)
-    own = r"^ *(?:def|class) (_\w+)|^(_\w+)\b.* = |\bself\.(_\w+)\b(?=.* = )"
-    own_names = {*itertools.chain(*re.findall(own, source, re.M))} | NAMED_TUPLES
-    return {name for name in used() if re.match(r"_[^_]", name)} - own_names
+    """Lists the names that begin with one underscore and that neither the file nor Python defines."""
+    private = {name for name in names_used(source) if re.match(r"_[^_]", name)}
+    return private - names_defined(source) - NAMED_TUPLES
 
 
 @pytest.mark.parametrize("folder", ["purestep", "proofs", "tests", "benchmarks"])
 def test_private_names_of_torch_stand_in_one_place(folder: str) -> None:
     """In purestep/torch_private.py, and what only tests look through in tests/torch_private.py."""
-    files = [
-        file
-        for file in (ROOT / folder).rglob("*.py")
-        if file.name != "torch_private.py"
-    ]
-    found = {str(file): foreign_names(file.read_text()) for file in files}
-    assert not {file: names for file, names in found.items() if names}
+    foreign = {}
+    for file in (ROOT / folder).rglob("*.py"):
+        names = foreign_names(file.read_text())
+        if names and file.name != "torch_private.py":
+            foreign[str(file)] = names
+    assert not foreign
 
 
 def test_tests_import_nothing_from_each_other() -> None:
-    """What several of them use stands beside them, in a module named after what it holds."""
+    """Helpers of several tests stand in modules named after what they hold."""
+    forbidden = r"^ *(?:from|import) tests(?:\.| import )test_.*"
     for file in (ROOT / "tests").glob("*.py"):
-        forbidden = r"^ *(?:from|import) tests(?:\.| import )test_.*"
-        found = re.findall(forbidden, file.read_text(), re.M)
-        assert not found, f"{file.name}: {found}"
+        imports = re.findall(forbidden, file.read_text(), re.MULTILINE)
+        assert not imports, f"{file.name}: {imports}"
+
+
+# Installation
 
 
 def test_every_package_is_installed() -> None:
     """Not only from a checkout, where all of them are found; each module says what it is."""
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
-    found = [*pkgutil.walk_packages(ps.__path__, "purestep.")]
-    assert {*listed} == {"purestep", *(each.name for each in found if each.ispkg)}
-    assert all(importlib.import_module(each.name).__doc__ for each in found)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = project["tool"]["setuptools"]["packages"]
+    modules = list(pkgutil.walk_packages(ps.__path__, "purestep."))
+    packages = {module.name for module in modules if module.ispkg}
+
+    assert set(listed) == packages | {"purestep"}
+    for module in modules:
+        assert importlib.import_module(module.name).__doc__
 
 
 BUILD = "from setuptools import build_meta; build_meta.build_editable('wheel')"
-FIND = "import site; site.addsitedir('../site'); from importlib import util; print(util.find_spec('purestep').origin)"
+FIND = """
+import site
+from importlib import util
+site.addsitedir("../site")
+print(util.find_spec("purestep").origin)
+"""
 
 
 def test_an_editable_install_is_a_line_in_a_pth_file(tmp_path: Path) -> None:
-    """Which type checkers read, and which is found beside an empty folder of the package's name."""
+    """Type checkers read it, and it wins over an empty folder of the package's name."""
     for name in ("pyproject.toml", "README.md", "LICENSE", "purestep"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "wheel").mkdir()
-    (tmp_path / "beside" / "purestep").mkdir(parents=True)
+    empty = tmp_path / "empty"
+    (empty / "purestep").mkdir(parents=True)
+
     python("-c", BUILD, cwd=tmp_path)
+
     (wheel,) = (tmp_path / "wheel").iterdir()
     assert wheel.name.startswith(f"purestep-{ps.__version__}-")
     ZipFile(wheel).extractall(tmp_path / "site")
-    found = python("-S", "-c", FIND, cwd=tmp_path / "beside")
-    assert found.strip() == str(tmp_path / "purestep" / "__init__.py")
+    origin = python("-S", "-c", FIND, cwd=empty).strip()
+    assert origin == str(tmp_path / "purestep" / "__init__.py")
 
 
 BUILD_ALL = """
@@ -199,44 +233,61 @@ print(float(step(w, optim.sgd(1.0).init(w), [torch.ones(3)])[0]))
 """
 
 
+def copy_repository(target: Path) -> None:
+    """Copies the files that git tracks."""
+    list_files = "import subprocess; subprocess.run(['git', 'ls-files'], check=True)"
+    for name in python("-c", list_files).splitlines():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target / name)
+
+
+def build(source: Path) -> tuple[Path, Path]:
+    """Builds an sdist and a wheel of these files."""
+    python("-c", BUILD_ALL, cwd=source)
+    (sdist,) = (source / "dist").glob("*.tar.gz")
+    (wheel,) = (source / "dist").glob("*.whl")
+    return sdist, wheel
+
+
+def make_environment(folder: Path, wheel: Path) -> Path:
+    """Installs the wheel, with torch and such beside it; returns the folder of packages."""
+    python("-m", "venv", "--without-pip", folder)
+    interpreter = folder / "bin" / "python"
+    pip = ("-m", "pip", "--python", interpreter)
+    python(*pip, "install", "--no-deps", "--no-index", wheel)
+    (site,) = (folder / "lib").glob("*/site-packages")
+    dependencies = Path(torch.__file__).parent.parent
+    (site / "others.pth").write_text(str(dependencies))
+    return site
+
+
 def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> None:
     """Only what they need to run stands beside them; the sdist builds the same wheel."""
-    source, again, empty = tmp_path / "source", tmp_path / "again", tmp_path / "empty"
-    listed = python(
-        "-c", "import subprocess; subprocess.run(['git', 'ls-files'], check=True)"
-    )
-    for name in listed.splitlines():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
-    python("-c", BUILD_ALL, cwd=source)
-    (sdist,), (wheel,) = (
-        (source / "dist").glob("*.tar.gz"),
-        (source / "dist").glob("*.whl"),
-    )
-    with tarfile.open(sdist) as archive:
-        archive.extractall(again, filter="data")
-    (unpacked,) = again.iterdir()
-    assert not (unpacked / "tests").exists()  # which need more of the repository
-    python("-c", BUILD_ALL, cwd=unpacked)
-    (second,) = (unpacked / "dist").glob("*.whl")
-    assert ZipFile(wheel).namelist() == ZipFile(second).namelist()
-    assert {"purestep/py.typed", "purestep/testing/README.md"} <= {
-        *ZipFile(wheel).namelist()
-    }
+    source = tmp_path / "source"
+    copy_repository(source)
+    sdist, wheel = build(source)
+    names = ZipFile(wheel).namelist()
+    assert "purestep/py.typed" in names
+    assert "purestep/testing/README.md" in names
 
-    python("-m", "venv", "--without-pip", empty)
-    own = empty / "bin" / "python"
-    python("-m", "pip", "--python", own, "install", "--no-deps", "--no-index", wheel)
-    (site,) = (empty / "lib").glob("*/site-packages")
-    (site / "others.pth").write_text(
-        str(Path(torch.__file__).parent.parent)
-    )  # torch and such
-    printed = python("-I", "-c", USE, cwd=tmp_path, interpreter=own).split()
-    assert printed == [str(site / "purestep" / "__init__.py"), "0.0"]
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    # Tests need more of the repository.
+    assert not (unpacked / "tests").exists()
+    _, wheel_of_sdist = build(unpacked)
+    assert ZipFile(wheel_of_sdist).namelist() == names
+
+    environment = tmp_path / "environment"
+    site = make_environment(environment, wheel)
+    interpreter = environment / "bin" / "python"
+    printed = python("-I", "-c", USE, cwd=tmp_path, interpreter=interpreter)
+    assert printed.split() == [str(site / "purestep" / "__init__.py"), "0.0"]
 
 
 def test_the_package_shows_its_public_names() -> None:
     assert dir(ps) == sorted([*ps.__all__, "__version__"])
     assert dir(ps.random) == sorted(ps.random.__all__)
-    assert all(hasattr(ps.random, name) for name in ps.random.__all__)
-    assert {"ThreadAxis", "judge", "laws"} <= {*dir(ps.testing)}
+    for name in ps.random.__all__:
+        assert hasattr(ps.random, name)
+    assert {"ThreadAxis", "run_laws", "law_tests"} <= set(dir(ps.testing))

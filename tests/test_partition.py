@@ -1,6 +1,6 @@
-"""``partition``: each parameter to the optimizer of its label, as if the others were not there.
+"""Tests ``partition``: each parameter goes to the optimizer of its label, alone.
 
-Labels are a tree, a prefix or a function, asked once, and refused by name.
+Labels are a tree, a prefix or a function that is called once; unknown ones are refused by name.
 """
 
 import gc
@@ -12,59 +12,72 @@ import pytest
 import torch
 from torch import Tensor
 
-import purestep as ps
-from proofs.strategies import assert_same, labels
-from proofs.test_t08_optimizers import kinds, random_grads, random_params
-from purestep import tree
-from tests.optimizers import WAYS, states_of, updated
+from proofs.strategies import assert_same, label_leaves
+from proofs.test_t08_optimizers import random_grads, random_params, signature_of
+from purestep import optim, tree
+from tests.optimizers import UPDATE_METHODS, call_update, iterate_states
 
 SHAPES = {
-    "blocks": [{"w": (4, 16), "b": (16,)}, {"w": (16, 32), "b": (32,)}],
+    "blocks": [
+        {"w": (4, 16), "b": (16,)},
+        {"w": (16, 32), "b": (32,)},
+    ],
     "head": {"w": (32, 16), "scale": (16,)},
 }
 """Whole vectors, in which ``adamw`` has the same bits in place and out of place."""
 GENERATOR = torch.Generator().manual_seed(0)
 PARAMS: Any = random_params(SHAPES, torch.float32, GENERATOR)
 GRADS: Any = [random_grads(PARAMS, GENERATOR) for _ in range(5)]
-MUON, ADAMW = ps.optim.from_torch(torch.optim.Muon, lr=0.05), ps.optim.adamw(0.05)
-SGD = {"slow": ps.optim.sgd(0.125), "fast": ps.optim.sgd(0.5)}
-PLAIN = ps.optim.Optimizer(
-    lambda params: (),
-    lambda grads, state, params: (
-        tree.map(lambda p, g: p - g / 8, params, grads),
-        state,
-    ),
-)
-"""One with three arguments, as others write it."""
+MUON = optim.from_torch(torch.optim.Muon, lr=0.05)
+ADAMW = optim.adamw(0.05)
+SGD = {"slow": optim.sgd(0.125), "fast": optim.sgd(0.5)}
 
 
-def split(whole: Any) -> dict[str, list[Tensor]]:
-    """The leaves of each label, in order: by hand."""
-    (first, second), head = whole["blocks"], whole["head"]
-    matrices = [first["w"], second["w"], head["w"]]
-    return {"matrix": matrices, "rest": [first["b"], second["b"], head["scale"]]}
+def plain_update(grads: Any, state: Any, params: Any) -> Any:
+    new_params = tree.map(lambda p, g: p - g / 8, params, grads)
+    return new_params, state
+
+
+PLAIN = optim.Optimizer(lambda params: (), plain_update)
+"""One whose ``update`` has three arguments, as users write it."""
+
+
+def split_by_hand(params: Any) -> dict[str, list[Tensor]]:
+    """Lists the leaves of each label, in order."""
+    first, second = params["blocks"]
+    head = params["head"]
+    return {
+        "matrix": [first["w"], second["w"], head["w"]],
+        "rest": [first["b"], second["b"], head["scale"]],
+    }
 
 
 @pytest.mark.parametrize(
     ("matrix", "rest"),
-    [(MUON, ADAMW), (ps.optim.partition("all", {"all": MUON}), PLAIN)],
+    [(MUON, ADAMW), (optim.partition({"all": MUON}, "all"), PLAIN)],
 )
 def test_each_part_is_its_optimizer_by_itself(matrix: Any, rest: Any) -> None:
-    """On a list of its leaves, to the bit, with its state; nested, and without an ``update_``."""
-    own = {"matrix": matrix, "rest": rest}
-    alone = {
-        label: (mine, own[label].init(mine)) for label, mine in split(PARAMS).items()
-    }
-    run = states_of(ps.optim.partition(labels, own), PARAMS, GRADS)
-    for one, (moved, after) in zip(GRADS, run, strict=True):
-        for label, (mine, state) in alone.items():
-            alone[label] = mine, state = own[label].update(
-                split(one)[label], state, mine
+    """To the bit, with its state; also nested, and without an ``update_``."""
+    optimizers = {"matrix": matrix, "rest": rest}
+    optimizer = optim.partition(optimizers, label_leaves)
+    params = split_by_hand(PARAMS)
+    states = {}
+    for label, leaves in params.items():
+        states[label] = optimizers[label].init(leaves)
+
+    steps = iterate_states(optimizer, PARAMS, GRADS)
+
+    for grads, (new_params, new_state) in zip(GRADS, steps, strict=True):
+        leaf_grads = split_by_hand(grads)
+        new_leaves = split_by_hand(new_params)
+        for label, by_itself in optimizers.items():
+            params[label], states[label] = by_itself.update(
+                leaf_grads[label], states[label], params[label]
             )
-            assert_same(split(moved)[label], mine, label)
-            assert_same(
-                tree.leaves(after[label]), tree.leaves(state), f"{label}'s state"
-            )
+            assert_same(new_leaves[label], params[label], label)
+            actual = tree.leaves(new_state[label])
+            expected = tree.leaves(states[label])
+            assert_same(actual, expected, f"{label}'s state")
 
 
 class Node(NamedTuple):
@@ -74,174 +87,275 @@ class Node(NamedTuple):
     b: Any
 
 
-def test_a_part_sees_a_tree_with_no_leaves_but_its_own() -> None:
-    """An optimizer whose label no leaf has is never called, and has no state. None stays None."""
-    seen: list[Any] = []
+def refuse_to_run(*_: Any) -> Any:
+    raise AssertionError("no leaf has this label")
 
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("no leaf has this label")
+
+def test_a_part_sees_a_tree_with_no_leaves_but_its_own() -> None:
+    """An optimizer whose label no leaf has is never called, and has no state.
+
+    None stays None.
+    """
+    seen: list[Any] = []
 
     def init(params: Any) -> Any:
         seen.append(params)
         return ()
 
-    own = ps.optim.Optimizer(init, lambda grads, state, params: (params, state))
-    unused = ps.optim.Optimizer(refuse, refuse, refuse)
-    optimizer = ps.optim.partition(
-        labels, {"unused": unused, "matrix": own, "rest": own}
-    )
+    keep = optim.Optimizer(init, lambda grads, state, params: (params, state))
+    unused = optim.Optimizer(refuse_to_run, refuse_to_run, refuse_to_run)
+    optimizers = {"unused": unused, "matrix": keep, "rest": keep}
+    optimizer = optim.partition(optimizers, label_leaves)
     params = [
         Node(torch.ones(2, 2), torch.zeros(2)),
         {"b": torch.ones(1), "nothing": None},
     ]
+
     state = optimizer.init(params)
-    assert_same(seen[0], [Node(torch.ones(2, 2), ()), ()])
-    assert_same(
-        seen[1], [Node((), torch.zeros(2)), {"b": torch.ones(1), "nothing": ()}]
-    )
-    for way in WAYS:
-        assert kinds(updated(optimizer, way, params, state, params)) == kinds(
-            (params, state)
-        )
-    assert [*state] == ["matrix", "rest"]
+
+    matrices, rest = seen
+    assert_same(matrices, [Node(torch.ones(2, 2), ()), ()])
+    expected_rest = [
+        Node((), torch.zeros(2)),
+        {"b": torch.ones(1), "nothing": ()},
+    ]
+    assert_same(rest, expected_rest)
+    assert list(state) == ["matrix", "rest"]
+    for way in UPDATE_METHODS:
+        result = call_update(optimizer, way, params, state, params)
+        assert signature_of(result) == signature_of((params, state))
+
+
+def double_update(grads: Any, state: Any, params: Any) -> Any:
+    return tree.map(lambda g: 2 * g, grads), state
+
+
+DOUBLE = optim.Transform(lambda params: (), double_update)
 
 
 def test_partition_of_transforms() -> None:
-    """Each gradient to a Transform: one before an optimizer, in the order of the params."""
-    double = ps.optim.Transform(
-        lambda _: (), lambda g, s, p: (tree.map(lambda x: 2 * x, g), s)
-    )
-    parts = ps.optim.partition(
-        labels, {"matrix": ps.optim.momentum(0.5), "rest": double}
-    )
-    assert isinstance(parts, ps.optim.Transform)
-    optimizer, own = (
-        ps.optim.chain(parts, ps.optim.descend(0.5)),
-        ps.optim.sgd(0.5, momentum=0.5),
-    )
-    alone = split(PARAMS)["matrix"], own.init(split(PARAMS)["matrix"])
-    for one, (moved, _) in zip(GRADS, states_of(optimizer, PARAMS, GRADS), strict=True):
-        alone = own.update(split(one)["matrix"], alone[1], alone[0])
-        assert_same(split(moved)["matrix"], alone[0])
+    """A Transform before an optimizer, which gets each gradient in the params' order."""
+    transforms = {"matrix": optim.momentum(0.5), "rest": DOUBLE}
+    transform = optim.partition(transforms, label_leaves)
+    optimizer = optim.chain(transform, optim.sgd(0.5))
+    sgd = optim.sgd(0.5, momentum=0.5)
+    params = split_by_hand(PARAMS)["matrix"]
+    state = sgd.init(params)
+
+    steps = iterate_states(optimizer, PARAMS, GRADS)
+
+    assert isinstance(transform, optim.Transform)
+    for grads, (new_params, _) in zip(GRADS, steps, strict=True):
+        matrix_grads = split_by_hand(grads)["matrix"]
+        params, state = sgd.update(matrix_grads, state, params)
+        assert_same(split_by_hand(new_params)["matrix"], params)
+
+
+def test_partition_refuses_to_mix_transforms_and_optimizers() -> None:
+    mixed: Any = {"a": SGD["fast"], "b": DOUBLE}
     with pytest.raises(TypeError, match=r"'b' must be an Optimizer, got Transform"):
-        ps.optim.partition("b", {"a": SGD["fast"], "b": double})  # type: ignore[type-var]
+        optim.partition(mixed, "b")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_state_of_others_is_refused(way: str) -> None:
-    """It never trains on with half of a state."""
-    both = {"matrix": ADAMW, "rest": ADAMW}
-    optimizer = ps.optim.partition(labels, {"matrix": MUON, "rest": ADAMW})
-    adamws, state = ps.optim.partition(labels, both), optimizer.init(PARAMS)
-    foreign = (
-        r"opt_state was not made by .* is .*, and \{'matrix': .*'rest': .*was expected"
-    )
+FOREIGN = (
+    r"opt_state was not made by .* is .*, and \{'matrix': .*'rest': .*was expected"
+)
+
+
+@pytest.mark.parametrize("way", UPDATE_METHODS)
+def test_the_state_of_another_optimizer_is_refused(way: str) -> None:
+    """Training never goes on with half of a state."""
+    optimizer = optim.partition({"matrix": MUON, "rest": ADAMW}, label_leaves)
+    state = optimizer.init(PARAMS)
     swapped = {"matrix": state["rest"], "rest": state["matrix"]}
-    by_size = tree.map(lambda leaf: "rest" if leaf.numel() < 32 else "matrix", PARAMS)
-    of_others = ps.optim.partition(by_size, both).init(PARAMS)
-    for one, other, message in (
-        (optimizer, (), foreign),
-        (optimizer, {"matrix": state["matrix"]}, foreign),
-        (optimizer, {**state, "third": ()}, foreign),
-        (optimizer, ADAMW.init(PARAMS), foreign),
-        (optimizer, swapped, r"it is AdamWState.*, and TorchState.* was expected"),
-        (
-            adamws,
-            of_others,
-            r"opt_state was not made by optimizer\.init of these params",
-        ),
-    ):
+    cases: list[tuple[Any, str]] = [
+        ((), FOREIGN),
+        ({"matrix": state["matrix"]}, FOREIGN),
+        ({**state, "third": ()}, FOREIGN),
+        (ADAMW.init(PARAMS), FOREIGN),
+        (swapped, r"it is AdamWState.*, and TorchState.* was expected"),
+    ]
+    for other_state, message in cases:
         with pytest.raises(ValueError, match=message):
-            updated(one, way, GRADS[0], other, PARAMS)
+            call_update(optimizer, way, GRADS[0], other_state, PARAMS)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_each_part_clips_by_the_norm_of_its_leaves(way: str) -> None:
+def label_by_size(leaf: Tensor) -> str:
+    return "rest" if leaf.numel() < 32 else "matrix"
+
+
+@pytest.mark.parametrize("way", UPDATE_METHODS)
+def test_the_state_of_other_labels_is_refused(way: str) -> None:
+    optimizers = {"matrix": ADAMW, "rest": ADAMW}
+    by_size = tree.map(label_by_size, PARAMS)
+    optimizer = optim.partition(optimizers, label_leaves)
+    other_state = optim.partition(optimizers, by_size).init(PARAMS)
+
+    message = r"opt_state was not made by optimizer\.init of these params"
+    with pytest.raises(ValueError, match=message):
+        call_update(optimizer, way, GRADS[0], other_state, PARAMS)
+
+
+DESCEND = optim.sgd(1.0)
+CLIPPING = {
+    "inside": {
+        "optimizer": optim.partition(
+            {
+                "matrix": optim.chain(optim.clip_by_global_norm(2.0), DESCEND),
+                "rest": DESCEND,
+            },
+            label_leaves,
+        ),
+        "scale of w": 2 / 5,
+        "scale of b": 1.0,
+    },
+    "in front": {
+        "optimizer": optim.chain(
+            optim.clip_by_global_norm(6.5),
+            optim.partition({"matrix": DESCEND, "rest": DESCEND}, label_leaves),
+        ),
+        "scale of w": 6.5 / 13,
+        "scale of b": 6.5 / 13,
+    },
+}
+
+
+@pytest.mark.parametrize("clips", CLIPPING)
+@pytest.mark.parametrize("way", UPDATE_METHODS)
+def test_each_part_clips_by_the_norm_of_its_leaves(way: str, clips: str) -> None:
     """Clipping in front of the partition takes the norm of all."""
+    case: Any = CLIPPING[clips]
+    optimizer = case["optimizer"]
     params = {"w": torch.zeros(2, 2), "b": torch.zeros(2)}
     grads = {
         "w": torch.tensor([[3.0, 0.0], [0.0, 4.0]]),
         "b": torch.tensor([0.0, 12.0]),
     }
-    clip, descend = ps.optim.clip_by_global_norm, ps.optim.descend(1.0)
-    inside = {"matrix": ps.optim.chain(clip(2.0), descend), "rest": descend}
-    without = ps.optim.partition(labels, {"matrix": descend, "rest": descend})
-    for optimizer, of_w, of_b in (
-        (ps.optim.partition(labels, inside), 2 / 5, 1.0),
-        (ps.optim.chain(clip(6.5), without), 6.5 / 13, 6.5 / 13),
-    ):
-        given = tree.map(torch.clone, (grads, optimizer.init(params), params))
-        moved, _ = updated(optimizer, way, *given)
-        assert_same(
-            moved, {"w": -grads["w"] * torch.tensor(of_w), "b": -grads["b"] * of_b}, way
-        )
+    expected = {
+        "w": -grads["w"] * torch.tensor(case["scale of w"]),
+        "b": -grads["b"] * case["scale of b"],
+    }
+
+    arguments = tree.map(torch.clone, (grads, optimizer.init(params), params))
+    new_params, _ = call_update(optimizer, way, *arguments)
+
+    assert_same(new_params, expected, way)
 
 
 PREFIX = OrderedDict(head="slow", blocks=["slow", "fast"])
 WHOLE = {
-    "blocks": [{"w": "slow", "b": "slow"}, {"w": "fast", "b": "fast"}],
+    "blocks": [
+        {"w": "slow", "b": "slow"},
+        {"w": "fast", "b": "fast"},
+    ],
     "head": {"w": "slow", "scale": "slow"},
 }
+SECOND_BLOCK_IS_FAST = [0.125, 0.125, 0.5, 0.5, 0.125, 0.125]
+LABELS: list[tuple[Any, list[float]]] = [
+    (WHOLE, SECOND_BLOCK_IS_FAST),
+    (PREFIX, SECOND_BLOCK_IS_FAST),
+    (lambda _: WHOLE, SECOND_BLOCK_IS_FAST),
+    (lambda _: PREFIX, SECOND_BLOCK_IS_FAST),
+    ("fast", [0.5] * 6),
+]
 
 
-@pytest.mark.parametrize(
-    "written", [WHOLE, PREFIX, lambda _: WHOLE, lambda _: PREFIX, "fast"]
-)
-def test_labels_as_a_tree_a_prefix_or_one_for_all(written: Any) -> None:
-    """However the labels are written: the second block is fast, all else slow."""
-    optimizer = ps.optim.partition(written, SGD)
-    moved, _ = optimizer.update(GRADS[0], optimizer.init(PARAMS), PARAMS)
-    rates = [0.5] * 6 if written == "fast" else [0.125, 0.125, 0.5, 0.5, 0.125, 0.125]
-    leaves = zip(tree.leaves(PARAMS), tree.leaves(GRADS[0]), rates, strict=True)
-    assert_same(tree.leaves(moved), [p - rate * g for p, g, rate in leaves])
+@pytest.mark.parametrize(("param_labels", "rates"), LABELS)
+def test_labels_as_a_tree_a_prefix_or_one_for_all(
+    param_labels: Any, rates: list[float]
+) -> None:
+    optimizer = optim.partition(SGD, param_labels)
+    grads = GRADS[0]
+
+    new_params, _ = optimizer.update(grads, optimizer.init(PARAMS), PARAMS)
+
+    expected = []
+    leaves = tree.leaves(PARAMS)
+    for param, grad, rate in zip(leaves, tree.leaves(grads), rates, strict=True):
+        expected.append(param - rate * grad)
+    assert_same(tree.leaves(new_params), expected)
 
 
-def test_labels_are_asked_once_for_params_that_agree() -> None:
-    """In structure, shapes and dtypes; and under a compiler or a transform each time. No tensor is kept."""
-    asked = []
+class LabelsByNdim:
+    """Labels matrices as slow, and keeps the shape of ``w`` at each call."""
 
-    def by_ndim(params: Any) -> Any:
-        asked.append(params["w"].shape)
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, params: Any) -> Any:
+        self.shapes.append(tuple(params["w"].shape))
         return tree.map(lambda leaf: "slow" if leaf.ndim == 2 else "fast", params)
 
-    optimizer = ps.optim.partition(by_ndim, SGD)
+
+def make_params(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        "w": torch.ones(shape, dtype=dtype),
+        "b": torch.ones(2, dtype=dtype),
+    }
+
+
+def test_labels_are_computed_once_for_params_of_one_structure() -> None:
+    """With the same shapes and dtypes; under a compiler or a transform each time."""
+    by_ndim = LabelsByNdim()
+    optimizer = optim.partition(SGD, by_ndim)
     for shape in [(2, 2), (4, 2), (2, 2), (4,), (2, 2)]:
         for dtype in (torch.float32, torch.float64):
-            params = {
-                "w": torch.ones(shape, dtype=dtype),
-                "b": torch.ones(2, dtype=dtype),
-            }
+            params = make_params(shape, dtype)
             state = optimizer.init(params)
             for _ in range(2):
-                moved, _ = optimizer.update(params, state, params)
-            assert moved["b"].unique() == 0.5
-    assert asked == [
-        torch.Size(shape) for shape in ((2, 2), (2, 2), (4, 2), (4, 2), (4,), (4,))
-    ]
-    torch.vmap(optimizer.update)(
-        *tree.map(lambda leaf: leaf[None], (params, state, params))
-    )
-    assert len(asked) == 7
-    known = weakref.ref(params["w"])
-    del params, state, moved
+                new_params, _ = optimizer.update(params, state, params)
+            assert new_params["b"].unique() == 0.5
+    # Once for each dtype.
+    assert by_ndim.shapes == [(2, 2), (2, 2), (4, 2), (4, 2), (4,), (4,)]
+
+    batched = tree.map(lambda leaf: leaf[None], (params, state, params))
+    torch.vmap(optimizer.update)(*batched)
+
+    assert len(by_ndim.shapes) == 7
+
+
+def test_labels_keep_no_tensor() -> None:
+    optimizer = optim.partition(SGD, LabelsByNdim())
+    params = make_params((2, 2), torch.float64)
+    state = optimizer.init(params)
+    new_params, _ = optimizer.update(params, state, params)
+    batched = tree.map(lambda leaf: leaf[None], (params, state, params))
+    torch.vmap(optimizer.update)(*batched)
+
+    reference = weakref.ref(params["w"])
+    del params, state, new_params, batched
     gc.collect()
-    assert known() is None
+
+    assert reference() is None
 
 
-def test_labels_and_parts_that_are_none() -> None:
-    misspelt = {"blocks": ["slow", {"w": "slow", "b": "fats"}], "head": "fast"}
-    unknown: Any = ps.optim.partition(misspelt, SGD)
-    message = r"labels params\['blocks'\]\[1\]\['b'\] 'fats', but its optimizers are 'slow', 'fast'"
-    for call in (
-        lambda: unknown.init(PARAMS),
-        lambda: unknown.update(GRADS[0], {}, PARAMS),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-    parts: list[Any] = [SGD, 0.1, ps.optim.sgd, ps.optim.clip_by_global_norm(1.0)]
-    for part in parts:
-        message = rf"'fast' must be an Optimizer, got {type(part).__name__}: "
-        with pytest.raises(TypeError, match=message):
-            ps.optim.partition("slow", {**SGD, "fast": part})
+def test_unknown_labels_are_refused() -> None:
+    misspelt = {
+        "blocks": ["slow", {"w": "slow", "b": "fats"}],
+        "head": "fast",
+    }
+    optimizer: Any = optim.partition(SGD, misspelt)
+    leaf = r"params\['blocks'\]\[1\]\['b'\]"
+    message = rf"labels {leaf} 'fats', but its optimizers are 'slow', 'fast'"
+    with pytest.raises(ValueError, match=message):
+        optimizer.init(PARAMS)
+    with pytest.raises(ValueError, match=message):
+        optimizer.update(GRADS[0], {}, PARAMS)
+
     with pytest.raises(ValueError, match="head"):
-        ps.optim.partition({"blocks": "slow"}, SGD).init(PARAMS)
+        optim.partition(SGD, {"blocks": "slow"}).init(PARAMS)
+
+
+NO_OPTIMIZERS: list[Any] = [
+    SGD,
+    0.1,
+    optim.sgd,
+    optim.clip_by_global_norm(1.0),
+]
+
+
+@pytest.mark.parametrize("part", NO_OPTIMIZERS)
+def test_parts_that_are_no_optimizers_are_refused(part: Any) -> None:
+    message = rf"'fast' must be an Optimizer, got {type(part).__name__}: "
+    with pytest.raises(TypeError, match=message):
+        optim.partition({**SGD, "fast": part}, "slow")

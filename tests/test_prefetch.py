@@ -1,4 +1,4 @@
-"""``prefetch``: what lives, what is asked and what ends. T14 has the groups, and what goes wrong."""
+"""``prefetch``: which copies live, what it reads of a source, and how it ends. T14 has the groups, and what goes wrong."""
 
 import subprocess
 import sys
@@ -14,28 +14,37 @@ from torch import Tensor
 
 import purestep as ps
 
-TWO = torch.ones(2)
+TIMEOUT = 60
 
 
 def labelled(count: int) -> list[dict[str, Tensor]]:
-    """Microbatches that know their own number."""
+    """Makes microbatches whose first label is their index."""
     return [{"labels": torch.tensor([i, -100])} for i in range(count)]
 
 
-def counted(made: Callable[[Tensor], None]) -> Any:
-    """A tensor that calls this with each copy that is brought to a device."""
+def observed(on_copy: Callable[[Tensor], None]) -> Any:
+    """Makes a microbatch that calls this with each copy that is brought to a device."""
 
     class Original(Tensor):
         def to(self, *args: Any, **kwargs: Any) -> Any:
             copy = self.as_subclass(Tensor).clone()
-            made(copy)
+            on_copy(copy)
             return copy
 
-    return torch.zeros(2).as_subclass(Original)
+    return {"labels": torch.zeros(2).as_subclass(Original)}
 
 
 def zero_labels(microbatch: Any) -> Tensor:
     return microbatch["labels"].as_subclass(Tensor) == 0
+
+
+def join(threads: set[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(timeout=TIMEOUT)
+        assert not thread.is_alive()
+
+
+# Copies
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -43,78 +52,137 @@ def test_prefetch_keeps_to_its_depth(depth: int) -> None:
     """With the microbatch in use, the consumer's, ``depth`` copies live and no more."""
     copies: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
-    made, number = threading.Semaphore(0), 0
+    copied = threading.Semaphore(0)
 
     def count(copy: Tensor) -> None:
         copies.append(weakref.ref(copy))
-        alive.append(sum(ref() is not None for ref in copies))
-        made.release()
+        alive.append(sum(reference() is not None for reference in copies))
+        copied.release()
 
-    groups = [[{"labels": counted(count)} for _ in range(3)] for _ in "abc"]
-    for group in ps.prefetch(groups, "cpu", depth, weight_fn=zero_labels):
+    source = [[observed(count) for _ in range(3)] for _ in range(3)]
+    number = 0
+    for group in ps.prefetch(source, "cpu", depth, weight_fn=zero_labels):
         for microbatch in group:
             number += 1
-            # So many are made while nothing more is asked for.
-            for _ in range(depth if number == 1 else number + depth - 1 <= 9):
-                assert made.acquire(timeout=60)
+            # So many are copied while nothing more is read: the first time depth,
+            # then one for each microbatch that is dropped, as long as there are any.
+            if number == 1:
+                num_copies = depth
+            elif number + depth - 1 <= 9:
+                num_copies = 1
+            else:
+                num_copies = 0
+            for _ in range(num_copies):
+                assert copied.acquire(timeout=TIMEOUT)
             del microbatch
-    assert number == len(alive) == 9
+    assert number == 9
+    assert len(alive) == 9
     assert max(alive) == depth
 
 
 def test_prefetch_copies_again_one_at_a_time() -> None:
     """A group that is iterated again is not brought to the device as a whole."""
-    copied: list[Tensor] = []
-    source = [[{"labels": counted(copied.append)} for _ in range(3)]]
+    copies: list[Tensor] = []
+    source = [[observed(copies.append) for _ in range(3)]]
     groups = ps.prefetch(source, "cpu", weight_fn=zero_labels)
     group = next(groups)
-    assert len(list(group)) == len(copied) == 3
+
+    assert len(list(group)) == 3
+    assert len(copies) == 3
     next(iter(group))
-    assert len(copied) == 4
-    assert ps.count_tokens(group, lambda m: zero_labels(m) * 2).num_tokens == 12, (
-        "by weights of another kind"
-    )
+    assert len(copies) == 4
+    count = ps.count_tokens(group, lambda m: zero_labels(m) * 2).num_tokens
+    assert count == 12, "by weights of another kind"
 
 
-BARE: list[Any] = [{"labels": TWO}, TWO, ps.TokenCounts(TWO, TWO)]
-REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: next(ps.prefetch([labelled(1)], "cpu", weight_fn=lambda _: next(iter([])))), RuntimeError, "raised StopIteration"),
-    (lambda: next(ps.prefetch([[TWO]], "cpu")), ValueError, r"reads microbatch\['labels'\]"),
-    (lambda: ps.prefetch([], "cpu", 0), ValueError, "depth=0 leaves no room"),
-    *((lambda bare=bare: next(ps.prefetch([bare], "cpu")), TypeError, f"got {type(bare).__name__}: .*ps.group.*in a list") for bare in BARE),
-]  # fmt: skip
+def test_prefetch_does_not_touch_what_is_no_tensor() -> None:
+    name = "a string"
+    array = object()
+    labels = torch.tensor([0, -100])
+    source = [[{"labels": labels, "name": name, "more": [array, None]}]]
 
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
-def test_prefetch_refuses(call: Any, error: type[Exception], message: str) -> None:
-    """StopIteration of anything but the source is an error, not the end."""
-    with pytest.raises(error, match=message):
-        call()
-
-
-def test_prefetch_leaves_alone_what_is_no_tensor() -> None:
-    name, array = "a string", object()
-    groups = ps.prefetch(
-        [[{**labelled(1)[0], "name": name, "more": [array, None]}]], "cpu"
-    )
+    groups = ps.prefetch(source, "cpu")
     (microbatch,) = next(groups)
+
     assert microbatch["name"] is name
     assert microbatch["more"] == [array, None]
 
 
+def raise_stop_iteration(_: Any) -> Any:
+    return next(iter([]))
+
+
+TWO: Any = torch.ones(2)
+DICT: Any = {"labels": TWO}
+COUNTS: Any = ps.TokenCounts(TWO, TWO)
+NO_GROUP = "got {}: .*ps.group.*in a list"
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        # StopIteration of anything but the source is an error, not the end.
+        lambda: next(ps.prefetch([labelled(1)], "cpu", weight_fn=raise_stop_iteration)),
+        RuntimeError,
+        "raised StopIteration",
+    ),
+    (
+        lambda: next(ps.prefetch([[TWO]], "cpu")),
+        ValueError,
+        r"reads microbatch\['labels'\]",
+    ),
+    (
+        lambda: ps.prefetch([], "cpu", 0),
+        ValueError,
+        "depth=0 leaves no room",
+    ),
+    (
+        lambda: next(ps.prefetch([DICT], "cpu")),
+        TypeError,
+        NO_GROUP.format("dict"),
+    ),
+    (
+        lambda: next(ps.prefetch([TWO], "cpu")),
+        TypeError,
+        NO_GROUP.format("Tensor"),
+    ),
+    (
+        lambda: next(ps.prefetch([COUNTS], "cpu")),
+        TypeError,
+        NO_GROUP.format("TokenCounts"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_prefetch_refuses(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+# Positions and ends
+
+
 def test_prefetch_tells_its_position() -> None:
-    """Of what was handed over, where the source tells a position, as another ``prefetch`` does; None where it tells none."""
-    groups = ps.prefetch(
-        ps.prefetch(ps.group(labelled(10), 4, start=1), "cpu", 3), "cpu"
-    )
-    assert groups.position == 1
-    assert [(len(list(group)), groups.position) for group in groups] == [
-        (4, 5),
-        (4, 9),
-        (1, 10),
-    ]
-    unknown = ps.prefetch([labelled(1)], "cpu")
-    assert [unknown.position, *(unknown.position for _ in unknown)] == [None, None]
+    """Of what was handed over, where the source tells a position, as another ``prefetch`` does."""
+    source = ps.group(labelled(10), 4, start=1)
+    inner = ps.prefetch(source, "cpu", 3)
+    outer = ps.prefetch(inner, "cpu")
+
+    assert outer.position == 1
+    seen = [(len(list(group)), outer.position) for group in outer]
+    assert seen == [(4, 5), (4, 9), (1, 10)]
+
+
+def test_prefetch_of_a_source_without_positions_has_none() -> None:
+    groups = ps.prefetch([labelled(1)], "cpu")
+    assert groups.position is None
+    next(groups)
+    assert groups.position is None
+
+
+def prefetch_thread() -> threading.Thread:
+    """Finds the only thread of a ``prefetch``."""
+    threads = threading.enumerate()
+    (thread,) = (thread for thread in threads if thread.name == "prefetch")
+    return thread
 
 
 def test_prefetch_abandoned_leaves_no_thread() -> None:
@@ -132,12 +200,12 @@ def test_prefetch_abandoned_leaves_no_thread() -> None:
     group = next(groups)
     microbatches = iter(group)
     next(microbatches)
-    (thread,) = (
-        thread for thread in threading.enumerate() if thread.name == "prefetch"
-    )
+    thread = prefetch_thread()
+
     del groups
-    assert closed.wait(timeout=60)
-    thread.join(timeout=60)
+
+    assert closed.wait(timeout=TIMEOUT)
+    thread.join(timeout=TIMEOUT)
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="its iterator was closed"):
         next(microbatches)
@@ -146,33 +214,33 @@ def test_prefetch_abandoned_leaves_no_thread() -> None:
 
 @pytest.mark.timeout(30)
 def test_prefetch_waits_for_no_source() -> None:
-    """Sources that have stalled are left where they are, and asked for nothing when they come back."""
-    go_on, asked = threading.Event(), []
+    """Sources that have stalled are left where they are, and not read when they come back."""
+    go_on = threading.Event()
+    reads: set[str] = set()
+    threads_before = set(threading.enumerate())
 
     def stalled() -> Iterator[list[Any]]:
         yield labelled(1)
-        asked.append("second")
+        reads.add("second")
         go_on.wait()
         yield labelled(1)
-        asked.append("third")
+        reads.add("third")
 
-    before = set(threading.enumerate())
     for _ in range(5):
         groups = ps.prefetch(stalled(), "cpu")
         assert len(list(next(groups))) == 1
         groups.close()
         assert list(groups) == []
-    threads = set(threading.enumerate()) - before
+    threads = set(threading.enumerate()) - threads_before
     assert len(threads) == 5
+
     go_on.set()
-    for thread in threads:
-        thread.join(timeout=20)
-        assert not thread.is_alive()
-    assert set(asked) <= {"second"}
+    join(threads)
+    assert reads <= {"second"}
 
 
 class Source(Iterator[list[Any]]):
-    """Groups from an iterator of the user's, which can be closed."""
+    """An endless iterator of the user's, which can be closed."""
 
     closed = False
 
@@ -184,74 +252,88 @@ class Source(Iterator[list[Any]]):
 
 
 def test_prefetch_closes_nothing_of_the_users() -> None:
-    source, threads = Source(), set(threading.enumerate())
+    source = Source()
+    threads_before = set(threading.enumerate())
     groups = ps.prefetch(source, "cpu")
+
     next(groups)
     groups.close()
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(timeout=60)
+
+    join(set(threading.enumerate()) - threads_before)
     assert not source.closed
 
 
-def test_prefetch_never_asked_never_begins() -> None:
+def test_prefetch_begins_with_the_first_group_that_is_read() -> None:
     groups = ps.prefetch(ps.group(labelled(3), 2), "cpu")
-    assert "prefetch" not in {thread.name for thread in threading.enumerate()}
+    names = {thread.name for thread in threading.enumerate()}
+    assert "prefetch" not in names
     groups.close()
     assert next(groups, "end") == "end"
 
 
+# Groups that are left early
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_prefetch_of_groups_that_are_left_early(depth: int) -> None:
-    """A group that was left makes room for the next, and says so when it is asked again."""
-    made = threading.Semaphore(0)
-    source = [[{"labels": counted(lambda _: made.release())}] * 3] * 9
+    """A group that was left makes room for the next, and raises when it is read again."""
+    copied = threading.Semaphore(0)
+    microbatch = observed(lambda _: copied.release())
+    source = [[microbatch] * 3] * 9
     groups = ps.prefetch(source, "cpu", depth, weight_fn=zero_labels)
+
     for _ in range(6):
-        first = iter(next(groups))
-        next(first)
-        for _ in range(min(depth, 3)):
-            assert made.acquire(timeout=20), (
-                "the room of copies that were dropped is used again"
-            )
-    assert not made.acquire(timeout=0.1), "there is no more room than before"
+        left_early = iter(next(groups))
+        next(left_early)
+        for _ in range(depth):
+            is_copied = copied.acquire(timeout=20)
+            assert is_copied, "the room of copies that were dropped is used again"
+    assert not copied.acquire(timeout=0.1), "there is no more room than before"
+
     next(groups)
-    second = next(groups)
-    assert len(list(second)) == 3
+    full_group = list(next(groups))
+    assert len(full_group) == 3
     with pytest.raises(RuntimeError, match="this group was left for a later one"):
-        next(first)
+        next(left_early)
     groups.close()
     assert list(groups) == []
 
 
 def test_prefetch_reads_no_further_than_its_depth() -> None:
     """Of groups without microbatches, too, which take no room."""
-    asked = iter(range(10**9))
-    groups = ps.prefetch(([] for _ in asked), "cpu")
+    numbers = iter(range(10**9))
+    empty_groups: Iterator[list[Any]] = ([] for _ in numbers)
+    groups = ps.prefetch(empty_groups, "cpu")
+
     next(groups)
     time.sleep(0.2)
+
     # One in use, two ahead, one in the thread's hands.
-    assert next(asked) <= 4
+    assert next(numbers) <= 4
     groups.close()
 
 
 def test_prefetch_of_a_group_that_is_left_while_it_is_copied() -> None:
-    """What is on its way then is let go, and its place is free again."""
-    begun, go_on = threading.Event(), threading.Event()
+    """What is on its way then is dropped, and its room is free again."""
+    began = threading.Event()
+    go_on = threading.Event()
 
     def wait(_: Tensor) -> None:
-        begun.set()
-        assert go_on.wait(timeout=60)
+        began.set()
+        assert go_on.wait(timeout=TIMEOUT)
 
     source = [
-        [*labelled(1), {"labels": counted(wait)}],
+        [*labelled(1), observed(wait)],
         labelled(3),
-        [{"labels": counted(wait)}],
+        [observed(wait)],
     ]
     groups = ps.prefetch(source, "cpu", weight_fn=zero_labels)
     next(iter(next(groups)))
-    assert begun.wait(timeout=60)
+    assert began.wait(timeout=TIMEOUT)
     threading.Timer(0.05, go_on.set).start()
-    assert [int(m["labels"][0]) for m in next(groups)] == [0, 1, 2]
+    first_labels = [int(m["labels"][0]) for m in next(groups)]
+    assert first_labels == [0, 1, 2]
+
     # Closed while the next one is copied, which was announced already.
     go_on.clear()
     groups.close()
@@ -259,7 +341,10 @@ def test_prefetch_of_a_group_that_is_left_while_it_is_copied() -> None:
     go_on.set()
 
 
-LEFT = """
+# Programs that end
+
+
+PROGRAM = """
 import sys, threading, torch
 import purestep as ps
 
@@ -279,25 +364,39 @@ if sys.argv[2] == "closed":
 
 
 @pytest.mark.parametrize(
-    ("source", "how"), [("stalled", "in use"), ("at work", "closed")]
+    ("source", "end"),
+    [("stalled", "in use"), ("at work", "closed")],
 )
-def test_prefetch_lets_the_program_end(source: str, how: str) -> None:
+def test_prefetch_lets_the_program_end(source: str, end: str) -> None:
     """In good order: also with a source that would never answer, or that is inside of torch."""
-    subprocess.run([sys.executable, "-c", LEFT, source, how], check=True, timeout=120)
+    command = [sys.executable, "-c", PROGRAM, source, end]
+    subprocess.run(command, check=True, timeout=120)
 
 
-def test_prefetch_asks_for_weights_once() -> None:
-    """Of a bound method too, which is a new object wherever it is named."""
+class CountingWeights:
+    """Counts the calls of a method, which is a new object wherever it is named."""
 
-    class Counting:
-        asked = 0
+    def __init__(self) -> None:
+        self.num_calls = 0
 
-        def weights(self, microbatch: Any) -> Tensor:
-            self.asked += 1
-            return torch.ones_like(microbatch["x"])
+    def weigh(self, microbatch: Any) -> Tensor:
+        self.num_calls += 1
+        return torch.ones_like(microbatch["x"])
 
-    counting, sgd, w = Counting(), ps.optim.sgd(0.1), torch.ones(())
-    step = ps.make_update_step(lambda w, m: w * m["x"], sgd, weight_fn=counting.weights)
-    ahead = ps.prefetch([[{"x": torch.ones(2)}] * 3], "cpu", weight_fn=counting.weights)
-    assert step(w, sgd.init(w), next(ahead))[2].num_tokens == 6
-    assert counting.asked == 3
+
+def test_prefetch_computes_weights_once() -> None:
+    """By a bound method, too."""
+    weights = CountingWeights()
+    sgd = ps.optim.sgd(0.1)
+    w = torch.ones(())
+
+    def loss_fn(w: Tensor, m: Any) -> Tensor:
+        return w * m["x"]
+
+    step = ps.make_update_step(loss_fn, sgd, weight_fn=weights.weigh)
+    source = [[{"x": torch.ones(2)}] * 3]
+    groups = ps.prefetch(source, "cpu", weight_fn=weights.weigh)
+    *_, metrics = step(w, sgd.init(w), next(groups))
+
+    assert metrics.num_tokens == 6
+    assert weights.num_calls == 3

@@ -1,4 +1,7 @@
-"""Rematerialisation: the values and gradients of the plain function, of which its arguments alone are kept."""
+"""Tests rematerialisation: values and gradients are those of the plain function.
+
+Only the function's arguments are kept for the backward pass.
+"""
 
 import gc
 import weakref
@@ -10,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from proofs.strategies import assert_same
 from purestep import tree
-from purestep.torch_private import may_draw
+from purestep.torch_private import may_draw_random
 from tests.memory import LiveBytes
-from tests.modules import Of
+from tests.module_kinds import FunctionModule
 from tests.torch_private import attention
 
 Function = Callable[..., Any]
@@ -25,25 +29,37 @@ SGD = ps.optim.sgd(0.5)
 
 
 def integers(*shape: int, seed: int = 0) -> Tensor:
-    """Small ones, so that sums are exact in whatever order they are added up."""
+    """Makes small integers, whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).double()
 
 
-PARAMS = [
-    {"w": integers(3, 3, seed=n), "b": torch.tensor([1, -n, 2]).double()}
-    for n in (1, 2)
-]
-X, W = integers(4, 3), integers(4)
+FIRST = {
+    "w": integers(3, 3, seed=1),
+    "b": torch.tensor([1, -1, 2]).double(),
+}
+SECOND = {
+    "w": integers(3, 3, seed=2),
+    "b": torch.tensor([1, -2, 2]).double(),
+}
+PARAMS = [FIRST, SECOND]
+X = integers(4, 3)
+W = integers(4)
 MANY = tree.map(lambda leaf: torch.stack([leaf, leaf + 1, -leaf]), PARAMS)
 ONE = torch.tensor(1.0, dtype=torch.float64)
+
+
+def plain(function: Function) -> Function:
+    """Stands for ``ps.remat`` where the function runs as it is."""
+    return function
 
 
 def block(
     p: Any, x: Tensor, *, power: int = 2, mask: Tensor | None = None
 ) -> dict[str, Any]:
-    """A polynomial, and beside it what is no tensor, or no floating point."""
-    y = (x @ p["w"] + p["b"]) ** power - x
+    """Computes a polynomial, and values that are no tensors or no floats."""
+    linear = x @ p["w"] + p["b"]
+    y = linear**power - x
     return {
         "y": y,
         "positive": (y > 0).sum(-1),
@@ -54,159 +70,249 @@ def block(
 
 
 def chain(block: Function) -> Function:
-    """A loss of two blocks, which takes all that they return."""
+    """Makes a loss of two blocks, which uses all that they return."""
 
     def loss(params: Any, x: Tensor) -> Tensor:
         scale = ONE
         for p in params:
             out = block(p, x, power=2, mask=None)
-            assert (out["mask"], out["name"]) == (None, "block")
-            x, scale = out["y"] + out["positive"][:, None], scale * out["scale"].sum()
+            assert out["mask"] is None
+            assert out["name"] == "block"
+            x = out["y"] + out["positive"][:, None]
+            scale = scale * out["scale"].sum()
         return (x.sum(-1) * scale).sum()
 
     return loss
 
 
-def recorded(loss: Function, params: Any, x: Tensor, again: bool) -> Any:
-    """Gradients by autograd, or those of their squares' sum."""
+def autograd_grads(
+    loss: Function, params: Any, x: Tensor, *, twice: bool = False
+) -> Any:
+    """Computes gradients by autograd, or those of their squares' sum."""
     leaves, structure = tree.flatten((params, x))
-    own = [leaf.clone().requires_grad_() for leaf in leaves]
-    grads = torch.autograd.grad(
-        loss(*tree.unflatten(structure, own)), own, create_graph=again
-    )
-    total = torch.stack([g.square().sum() for g in grads]).sum()
-    return torch.autograd.grad(total, own) if again else grads
+    copies = [leaf.clone().requires_grad_() for leaf in leaves]
+    value = loss(*tree.unflatten(structure, copies))
+    grads = torch.autograd.grad(value, copies, create_graph=twice)
+    if not twice:
+        return grads
+    squares = [leaf.square().sum() for leaf in grads]
+    total = torch.stack(squares).sum()
+    return torch.autograd.grad(total, copies)
 
 
+def run_vjp(loss: Function) -> Any:
+    """Pulls a cotangent back when the level of ``vjp`` is gone."""
+    _, pull, *_ = vjp(loss, PARAMS, X)
+    return pull(2 * ONE)
+
+
+def run_autograd_of_vmap(loss: Function) -> Any:
+    def total(params: Any, x: Tensor) -> Tensor:
+        return vmap(loss, (0, None))(params, x).sum()
+
+    return autograd_grads(total, MANY, X)
+
+
+def run_vmap_of_grad(loss: Function) -> Any:
+    grads = grad(loss, BOTH)
+    return vmap(grads, (0, None))(MANY, X)
+
+
+def run_without_gradients(loss: Function) -> Any:
+    with torch.no_grad():
+        return loss(PARAMS, X)
+
+
+BOTH = (0, 1)
+"""Both arguments of a loss: its params and its data."""
+INPUTS = (PARAMS, X)
 TRANSFORMS: dict[str, Callable[[Function], Any]] = {
-    "value": lambda f: f(PARAMS, X),
-    "without gradients": lambda f: torch.no_grad()(f)(PARAMS, X),
-    "autograd": lambda f: recorded(f, PARAMS, X, again=False),
-    "autograd twice": lambda f: recorded(f, PARAMS, X, again=True),
-    "ps.grad_and_value": lambda f: ps.grad_and_value(f, argnums=(0, 1))(PARAMS, X),
-    "grad": lambda f: grad(f, argnums=(0, 1))(PARAMS, X),
-    "vjp, pulled when its level is gone": lambda f: vjp(f, PARAMS, X)[1](2 * ONE),
-    "vmap of grad": lambda f: vmap(grad(f, argnums=(0, 1)), (0, None))(MANY, X),
-    "jvp of grad": lambda f: jvp(grad(f), (PARAMS, X), (PARAMS, X)),
-    "autograd of vmap": lambda f: recorded(lambda p, x: vmap(f, (0, None))(p, x).sum(), MANY, X, again=False),
-}  # fmt: skip
+    "value": lambda f: f(*INPUTS),
+    "without gradients": run_without_gradients,
+    "autograd": lambda f: autograd_grads(f, *INPUTS),
+    "autograd twice": lambda f: autograd_grads(f, *INPUTS, twice=True),
+    "ps.grad_and_value": lambda f: ps.grad_and_value(f, argnums=BOTH)(*INPUTS),
+    "grad": lambda f: grad(f, argnums=BOTH)(*INPUTS),
+    "vjp, pulled when its level is gone": run_vjp,
+    "vmap of grad": run_vmap_of_grad,
+    "jvp of grad": lambda f: jvp(grad(f), INPUTS, INPUTS),
+    "autograd of vmap": run_autograd_of_vmap,
+}
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_every_transform_of_nested_functions(name: str) -> None:
-    """A function under remat, made of such functions, and called twice with the same params."""
+    """A function under remat that is made of such functions.
+
+    They are called twice with the same params.
+    """
 
     def nested(remat: Any) -> Any:
-        def twice(p: Any, x: Tensor, **how: Any) -> Any:
-            return remat(block)(p, remat(block)(p, x, power=1)["y"], **how)
+        def twice(p: Any, x: Tensor, **settings: Any) -> Any:
+            first = remat(block)(p, x, power=1)
+            return remat(block)(p, first["y"], **settings)
 
         return TRANSFORMS[name](chain(remat(twice)))
 
-    expected = nested(lambda fn: fn)
-    assert any(leaf.any() for leaf in tree.leaves(expected)), "zero would say nothing"
+    expected = nested(plain)
+    leaves = tree.leaves(expected)
+    assert any(leaf.any() for leaf in leaves), "all zeros prove nothing"
     assert_same(nested(ps.remat), expected)
 
 
-_, HOLDING = ps.from_module(
-    Of(
+_, module_that_remats = ps.from_module(
+    FunctionModule(
         lambda m, x, remat: remat(m.part)(x),
         part=torch.nn.Linear(4, 4, dtype=torch.float64),
     )
 )
-EYE = torch.eye(4).double()
-CLOSING: dict[str, Function] = {
-    "lambda": lambda remat, w: remat(lambda x: x * w)(2 * w).sum(),
-    "module": lambda remat, w: HOLDING(
-        {"part.weight": EYE, "part.bias": w}, X[:, 0], remat
-    ).sum(),
-    "returned": lambda remat, w: remat(lambda x: (x, w))(X[:, 0])[1].sum(),
-    "in an inner vmap": lambda remat, w: vmap(lambda v: remat(lambda x: x * w)(v))(
-        X[:, 0]
-    ).sum(),
-}
+COLUMN = X[:, 0]
 
 
-@pytest.mark.parametrize("loss", CLOSING)
+def close_over_in_a_lambda(remat: Any, w: Tensor) -> Tensor:
+    times_w = remat(lambda x: x * w)
+    return times_w(2 * w).sum()
+
+
+def close_over_in_a_module(remat: Any, w: Tensor) -> Any:
+    params = {
+        "part.weight": torch.eye(4).double(),
+        "part.bias": w,
+    }
+    return module_that_remats(params, COLUMN, remat).sum()
+
+
+def return_what_is_closed_over(remat: Any, w: Tensor) -> Any:
+    _, returned = remat(lambda x: (x, w))(COLUMN)
+    return returned.sum()
+
+
+def close_over_in_an_inner_vmap(remat: Any, w: Tensor) -> Tensor:
+    def times_w(v: Tensor) -> Any:
+        return remat(lambda x: x * w)(v)
+
+    return vmap(times_w)(COLUMN).sum()
+
+
+def grad_by_autograd(loss: Function) -> Any:
+    w = W.clone().requires_grad_()
+    return torch.autograd.grad(loss(w), w)
+
+
+def grad_of_vmap(loss: Function) -> Any:
+    many = torch.stack([W, -W, W, W])
+    mapped = vmap(loss)
+    return grad(lambda w: mapped(w).sum())(many)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        close_over_in_a_lambda,
+        close_over_in_a_module,
+        return_what_is_closed_over,
+        close_over_in_an_inner_vmap,
+    ],
+)
 @pytest.mark.parametrize(
     "transform",
     [
         lambda f: ps.grad_and_value(f)(W),
-        lambda f: torch.autograd.grad(f(own := W.clone().requires_grad_()), own),
-        lambda f: grad(lambda w: vmap(f)(w).sum())(torch.stack([W, -W, W, W])),
+        grad_by_autograd,
+        grad_of_vmap,
         lambda f: jvp(f, (W,), (W,)),
     ],
 )
-def test_what_is_closed_over_is_differentiated(transform: Any, loss: str) -> None:
+def test_closures_are_differentiated(transform: Any, loss: Any) -> None:
     """And batched, where both are of one size."""
+    result = transform(lambda w: loss(ps.remat, w))
 
-    def run(remat: Any) -> Any:
-        return transform(lambda w: CLOSING[loss](remat, w))
-
-    assert_same(run(ps.remat), run(lambda fn: fn))
+    assert_same(result, transform(lambda w: loss(plain, w)))
 
 
-def written_later(x: Tensor) -> Tensor:
-    """The argument is written to before the backward pass."""
-    y = ps.remat(lambda p: p["x"] ** 3)({"x": x})
+def write_after_the_call(x: Tensor) -> Tensor:
+    """Writes to the argument before the backward pass."""
+    cube = ps.remat(lambda p: p["x"] ** 3)
+    y: Tensor = cube({"x": x})
     x.mul_(3)
     return y
 
 
-WRITING: Any = [
-    written_later,
-    lambda x: ps.remat(lambda p: p["x"].mul_(2) ** 3)({"x": x}),
-]
+def write_in_the_call(x: Tensor) -> Any:
+    cube_of_double = ps.remat(lambda p: p["x"].mul_(2) ** 3)
+    return cube_of_double({"x": x})
 
 
-@pytest.mark.parametrize("use", WRITING)
+@pytest.mark.parametrize("use", [write_after_the_call, write_in_the_call])
 def test_arguments_that_are_written_to_are_refused(use: Function) -> None:
     """In a tree, too."""
+    transformed = ps.grad_and_value(lambda w: use(2 * w).sum())
     with pytest.raises(RuntimeError, match="an inplace operation"):
-        ps.grad_and_value(lambda w: use(2 * w).sum())(W)
+        transformed(W)
 
 
-def test_what_no_checkpoint_takes_is_refused() -> None:
-    """``torch.func.grad`` inside, and a generator, which would draw other numbers."""
+def test_grad_inside_is_refused() -> None:
+    """As in checkpoints."""
 
-    slope = ps.remat(lambda x: grad(lambda y: (y**3).sum())(x) * x)
+    def slope(x: Tensor) -> Tensor:
+        cube_grad = grad(lambda y: (y**3).sum())
+        return cube_grad(x) * x
+
+    rematerialised = ps.remat(slope)
+    transformed = ps.grad_and_value(lambda w: rematerialised(w).sum())
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
-        ps.grad_and_value(lambda w: slope(w).sum())(W)
-    with pytest.raises(
-        TypeError, match=r"rand under ps\.remat takes a torch\.Generator, .* a key"
-    ):
-        ps.remat(torch.rand)(4, generator=torch.Generator())
+        transformed(W)
+
+
+def test_a_generator_is_refused() -> None:
+    """It would draw other numbers in the backward pass."""
+    rand = ps.remat(torch.rand)
+    message = r"rand under ps\.remat takes a torch\.Generator, .* a key"
+    with pytest.raises(TypeError, match=message):
+        rand(4, generator=torch.Generator())
 
 
 @pytest.mark.parametrize(
     "name", ["value", "without gradients", "autograd", "ps.grad_and_value"]
 )
 def test_random_numbers_are_drawn_again(name: str) -> None:
-    """And the generator stands where one call of the function leaves it."""
+    """The generator ends up where one call of the function leaves it."""
 
-    def dropping(p: Any, x: Tensor, **how: Any) -> dict[str, Any]:
-        out = block(p, x, **how)
-        return {**out, "y": torch.nn.functional.dropout(out["y"]) ** 2}
+    def dropping(p: Any, x: Tensor, **settings: Any) -> dict[str, Any]:
+        out = block(p, x, **settings)
+        out["y"] = functional.dropout(out["y"]) ** 2
+        return out
 
-    def seeded(block: Function) -> Any:
+    def run_seeded(block: Function) -> Any:
         torch.manual_seed(0)
-        return TRANSFORMS[name](chain(block)), torch.get_rng_state()
+        result = TRANSFORMS[name](chain(block))
+        return result, torch.get_rng_state()
 
-    assert_same(seeded(ps.remat(dropping)), seeded(dropping))
+    result = run_seeded(ps.remat(dropping))
+
+    assert_same(result, run_seeded(dropping))
 
 
 def test_checkpoints_inside_and_around() -> None:
-    def again(function: Function) -> Function:
+    def checkpointed(function: Function) -> Function:
         return partial(checkpoint, function, use_reentrant=False)
 
     run = TRANSFORMS["ps.grad_and_value"]
-    for function in (again(ps.remat(block)), ps.remat(again(block))):
-        assert_same(run(chain(function)), run(chain(block)))
+    inside = checkpointed(ps.remat(block))
+    around = ps.remat(checkpointed(block))
+
+    expected = run(chain(block))
+    assert_same(run(chain(inside)), expected)
+    assert_same(run(chain(around)), expected)
 
 
 def test_the_input_of_each_layer_is_kept_and_all_of_one_layer() -> None:
-    """Without remat, all of all layers."""
-    layers, rows, width = 12, 256, 16
-    activation = rows * width * 4
+    """Without remat, all activations of all layers are kept."""
+    layers = 12
+    rows = 256
+    width = 16
+    activation_bytes = rows * width * 4
+    weight_bytes = layers * width * width * 4
     weights = [torch.randn(width, width) / width**0.5 for _ in range(layers)]
     x = torch.randn(rows, width)
 
@@ -215,7 +321,7 @@ def test_the_input_of_each_layer_is_kept_and_all_of_one_layer() -> None:
             x = torch.tanh(x @ weight)
         return x
 
-    def peak(layer: Function) -> int:
+    def measure_peak(layer: Function) -> int:
         def deep(weights: list[Tensor]) -> Tensor:
             y = x
             for weight in weights:
@@ -227,86 +333,108 @@ def test_the_input_of_each_layer_is_kept_and_all_of_one_layer() -> None:
         return live.peak
 
     gc.collect()
-    # tanh keeps what it returns. Beside that are alive a cotangent, what is made of it, and a product before tanh takes it.
-    assert peak(layer) >= 5 * layers * activation
-    assert (
-        peak(ps.remat(layer))
-        <= (layers + 5 + 3) * activation + layers * width * width * 4
-    )
+    # tanh keeps its result. Also alive are a cotangent, what is computed from it, and the
+    # product that tanh takes.
+    peak = measure_peak(layer)
+    peak_with_remat = measure_peak(ps.remat(layer))
+
+    assert peak >= 5 * layers * activation_bytes
+    assert peak_with_remat <= (layers + 5 + 3) * activation_bytes + weight_bytes
 
 
 def test_arguments_are_freed_as_the_backward_pass_goes() -> None:
     """In a tree, and while the result is alive."""
     x = torch.ones(3, requires_grad=True)
     argument = 2 * x
-    held = weakref.ref(argument)
-    value = ps.remat(lambda p: p["x"].square())({"x": argument}).sum()
+    reference = weakref.ref(argument)
+    square = ps.remat(lambda p: p["x"].square())
+    value = square({"x": argument}).sum()
     del argument
-    assert held() is not None
+    assert reference() is not None
+
     torch.autograd.grad(value, x)
-    assert held() is None
+
+    assert reference() is None
     assert value == 12
 
 
+Q = torch.ones(1, 1, 2, 4)
+QKV = [Q, Q, Q]
+NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
+MM = torch.ops.aten.mm.default
+
+
 def test_attention_draws_where_it_drops() -> None:
-    """All of it has the mark of what draws random numbers."""
-    aten, given = torch.ops.aten, [torch.ones(1, 1, 2, 4)] * 3
+    """torch marks every call of it as one that draws random numbers."""
     assert torch.Tag.nondeterministic_seeded in attention.tags
-    draws: list[Any] = [
-        (attention, [*given, 0.1], {}), (attention, given, {"dropout_p": 0.1}),
-        (aten.native_dropout.default, [given[0], 0.0, True], {}),
-    ]  # fmt: skip
-    none: list[Any] = [
-        (attention, given, {}), (attention, [*given, 0.0, True], {"scale": None}),
-        (aten.mm.default, given[:2], {}),
-    ]  # fmt: skip
-    assert all(may_draw(*call) for call in draws)
-    assert not any(may_draw(*call) for call in none)
+    assert may_draw_random(attention, [*QKV, 0.1], {})
+    assert may_draw_random(attention, QKV, {"dropout_p": 0.1})
+    assert may_draw_random(NATIVE_DROPOUT, [Q, 0.0, True], {})
+
+    assert not may_draw_random(attention, QKV, {})
+    assert not may_draw_random(attention, [*QKV, 0.0, True], {"scale": None})
+    assert not may_draw_random(MM, QKV[:2], {})
 
 
-def step(loss_fn: Function, params: Any = PARAMS, **how: Any) -> Any:
-    """One of two microbatches."""
+def weigh_rows(x: Tensor) -> Tensor:
+    return torch.ones(len(x))
+
+
+def run_step(loss_fn: Function, params: Any = PARAMS, **settings: Any) -> Any:
+    """Runs one step of two microbatches."""
     torch.manual_seed(0)
-    update = ps.make_update_step(
-        loss_fn, SGD, weight_fn=lambda x: torch.ones(len(x)), **how
-    )
-    return update(
-        params, SGD.init(params), [integers(4, 3, seed=seed) for seed in range(2)]
-    )
+    group = [
+        integers(4, 3, seed=0),
+        integers(4, 3, seed=1),
+    ]
+    step: Any = ps.make_update_step(loss_fn, SGD, weight_fn=weigh_rows, **settings)
+    return step(params, SGD.init(params), group)
+
+
+def make_nested_loss(remat: Any) -> Function:
+    """Makes a loss that remats within remat, closes over params, and drops."""
+
+    def inner(p: Any, x: Tensor) -> Any:
+        inside = remat(lambda x: block(p, x, power=1))
+        dropped = functional.dropout(inside(x)["y"])
+        out = remat(block)(p, dropped)
+        return {**out, "x": x, "view": x.T}
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        first, second = params
+        out = remat(inner)(first, x)
+        y = out["y"] + out["positive"][:, None]
+        scaled = out["x"] * out["scale"]
+        y = y + scaled + out["view"].sum()
+        output = y @ second["w"] + second["b"]
+        return output.sum(-1)
+
+    return loss_fn
 
 
 def test_a_compiled_step_is_the_step(fresh_compiler: None) -> None:
     """Nested, closing over params, with views among the results, and random numbers."""
+    compiler = partial(torch.compile, backend="aot_eager")
 
-    def of(remat: Any) -> Function:
-        def inner(p: Any, x: Tensor) -> Any:
-            inside = remat(lambda x: block(p, x, power=1)["y"])(x)
-            dropped = torch.nn.functional.dropout(inside)
-            return {**remat(block)(p, dropped), "x": x, "view": x.T}
+    result = run_step(make_nested_loss(ps.remat), compile=compiler)
 
-        def loss_fn(params: Any, x: Tensor) -> Tensor:
-            out = remat(inner)(params[0], x)
-            x = (
-                out["y"]
-                + out["positive"][:, None]
-                + out["x"] * out["scale"]
-                + out["view"].sum()
-            )
-            return (x @ params[1]["w"] + params[1]["b"]).sum(-1)
-
-        return loss_fn
-
-    backend = partial(torch.compile, backend="aot_eager")
-    assert_same(step(of(ps.remat), compile=backend), step(of(lambda fn: fn)))
+    assert_same(result, run_step(make_nested_loss(plain)))
 
 
 def test_a_compiled_function_inside_remat_in_the_first_step(
     fresh_compiler: None,
 ) -> None:
-    """The step watches what its first backward pass recomputes; a compiler does not see that."""
+    """The step watches what its first backward pass recomputes.
+
+    A compiler does not see that.
+    """
+    params = W[:3]
 
     def losses_of(w: Tensor, x: Tensor) -> Tensor:
         return (x @ w).tanh()
 
-    compiled = ps.remat(torch.compile(losses_of, backend="eager"))
-    assert_same(step(compiled, W[:3]), step(ps.remat(losses_of), W[:3]))
+    compiled = torch.compile(losses_of, backend="eager")
+
+    result = run_step(ps.remat(compiled), params)
+
+    assert_same(result, run_step(ps.remat(losses_of), params))

@@ -1,7 +1,7 @@
-"""Leaves in pieces: what is refused, what others do with them, and figures that T12 does not say."""
+"""Shards: what is refused, what others do with them, and figures that T12 does not say."""
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,179 +12,266 @@ from proofs.test_t02_ranks import CountingAxis
 from purestep import tree
 from purestep.testing import ThreadAxis
 
-SIZE, TP, TWO, LOCAL = 3, ps.VmapAxis(2), torch.ones(2), ps.LocalAxis()
+SIZE = 3
+TP = ps.VmapAxis(2)
+LOCAL = ps.LocalAxis()
+TWO = torch.ones(2)
 
 
 def noise(*shape: int) -> Tensor:
-    """Numbers that are the same every time."""
+    """Draws numbers that are the same every time."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    """Trees of one structure whose leaves are close."""
+    """Compares the leaves of trees of one structure."""
     torch.testing.assert_close(tree.leaves(actual), tree.leaves(expected))
 
 
 def test_compiled() -> None:
-    """One graph of cutting, gathering, a norm over pieces, and a clip by it; pieces come out as nodes."""
-    axis, whole, clip = (
-        ps.VmapAxis(SIZE),
-        noise(5, 2),
-        ps.optim.clip_by_global_norm(0.1),
-    )
+    """One graph shards, gathers, takes a norm of shards and clips by it; shards come out as nodes."""
+    axis = ps.VmapAxis(SIZE)
+    full = noise(5, 2)
+    clip = ps.optim.clip_by_global_norm(0.1)
 
     def program(x: Tensor) -> Any:
-        def rank(x: Tensor) -> Any:
+        def on_rank(x: Tensor) -> Any:
             nodes = ps.shard({"w": x, "scale": x.sum()}, axis)
             clipped, _ = clip.update(nodes, (), None)
-            return (
-                nodes,
-                ps.unshard(clipped),
-                tree.global_norm(nodes),
-                tree.all_finite(nodes),
-            )
+            norm = tree.global_norm(nodes)
+            return nodes, ps.unshard(clipped), norm, tree.all_finite(nodes)
 
-        return axis.map(rank, in_dims=None, out_dims=(0, None, None, None))(x)
+        return axis.map(on_rank, in_dims=None, out_dims=(0, None, None, None))(x)
 
-    found = torch.compile(program, fullgraph=True, backend="aot_eager")(whole)
-    assert isinstance(found[0]["w"], ps.Shard)
-    assert_close(found, program(whole))
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+    result = compiled(full)
+
+    assert isinstance(result[0]["w"], ps.Shard)
+    assert_close(result, program(full))
 
 
 def test_a_zero_tree_has_a_zero_norm_with_a_zero_gradient() -> None:
     axis = ps.VmapAxis(SIZE)
 
-    def rank(x: Tensor) -> Any:
-        leaves, structure = tree.flatten({"a": ps.shard(x, axis), "b": torch.zeros(2)})
-        norm = lambda leaves: tree.global_norm(tree.unflatten(structure, leaves))  # noqa: E731
-        return torch.func.grad_and_value(norm)(leaves)
+    def on_rank(x: Tensor) -> Any:
+        params = {"a": ps.shard(x, axis), "b": torch.zeros(2)}
+        leaves, structure = tree.flatten(params)
 
-    slopes, norms = axis.map(rank, in_dims=None)(torch.zeros(4))
+        def norm_of(leaves: list[Tensor]) -> Tensor:
+            return tree.global_norm(tree.unflatten(structure, leaves))
+
+        return torch.func.grad_and_value(norm_of)(leaves)
+
+    on_ranks = axis.map(on_rank, in_dims=None)
+
+    slopes, norms = on_ranks(torch.zeros(4))
     assert not norms.any()
     assert not any(slope.any() for slope in slopes)
-    slopes, norms = axis.map(rank, in_dims=None)(torch.full((4,), 0.25))
-    assert {*norms.tolist(), *slopes[0].view(-1)[:4].tolist()} == {0.5}
+
+    slopes, norms = on_ranks(torch.full((4,), 0.25))
+    slope = slopes[0].view(-1)[:4]
+    assert set(norms.tolist()) == {0.5}
+    assert set(slope.tolist()) == {0.5}
 
 
 def test_a_norm_is_one_number_in_the_dtype_of_sums() -> None:
     """However many leaves are sharded over an axis."""
     axis = CountingAxis()
-    tree.global_norm(
-        ps.shard({"w": noise(5, 2), "v": noise(3), "b": torch.ones(())}, axis)
-    )
+    params = {
+        "w": noise(5, 2),
+        "v": noise(3),
+        "b": torch.ones(()),
+    }
+    tree.global_norm(ps.shard(params, axis))
     assert axis.calls == [("psum", 1)]
-    norm = tree.global_norm(ps.Shard(torch.full((4,), 300.0).bfloat16(), LOCAL, (4,)))
-    assert (float(norm), norm.dtype) == (600, torch.float32)
+
+    half = torch.full((4,), 300.0).bfloat16()
+    norm = tree.global_norm(ps.Shard(half, LOCAL, (4,)))
+    assert float(norm) == 600
+    assert norm.dtype == torch.float32
 
 
 def test_states_are_trees_of_nodes() -> None:
     """By name, and of the same structure as the params."""
     params = {"w": ps.Shard(TWO, LOCAL, (2,), dim=-1)}
     assert params["w"].dim == 0
-    assert isinstance(ps.optim.adamw(0.1).init(params).mu["w"], ps.Shard)
+
+    state = ps.optim.adamw(0.1).init(params)
+    assert isinstance(state.mu["w"], ps.Shard)
     assert list(ps.state_dict(params)) == ["tree['w'].local"]
+
+    of_another_shape = {"w": ps.Shard(TWO, LOCAL, (4,))}
     with pytest.raises(ValueError, match="differ in structure"):
-        tree.map(torch.add, params, {"w": ps.Shard(TWO, LOCAL, (4,))})
+        tree.map(torch.add, params, of_another_shape)
+
     count = torch.tensor(3)
-    assert ps.unshard(ps.Shard(count, LOCAL, (4, 6))) is count, "kept beside a param"
+    unsharded = ps.unshard(ps.Shard(count, LOCAL, (4, 6)))
+    assert unsharded is count, "kept beside a param"
 
 
-def test_derivatives_of_a_step_on_pieces() -> None:
-    """By the whole params, through gather and scatter: those of the step on whole tensors."""
-    axis, whole, batch = ps.VmapAxis(2), noise(3), noise(4)
-    optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(0.5), ps.optim.sgd(0.1))
+def test_derivatives_of_a_step_on_shards() -> None:
+    """By the full params, through gather and scatter: those of the step on full tensors."""
+    axis = ps.VmapAxis(2)
+    full = noise(3)
+    batch = noise(4)
+    clip = ps.optim.clip_by_global_norm(0.5)
+    optimizer = ps.optim.chain(clip, ps.optim.sgd(0.1))
 
-    def after(axis: Any, w: Tensor, x: Tensor, sharded: bool) -> Tensor:
-        params = ps.shard(w, axis) if sharded else w
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        return (w.square().sum() * x - 1).square()
+
+    def step_with(axis: Any, params: Any, x: Tensor) -> Tensor:
         step = ps.make_update_step(
-            lambda w, x: (w.square().sum() * x - 1).square(), optimizer,
-            weight_fn=torch.ones_like, axis=axis,
-        )  # fmt: skip
-        return ps.unshard(step(params, optimizer.init(params), [x])[0])
+            loss_fn, optimizer, weight_fn=torch.ones_like, axis=axis
+        )
+        new, *_ = step(params, optimizer.init(params), [x])
+        return ps.unshard(new)
+
+    def on_rank(w: Tensor, x: Tensor) -> Tensor:
+        return step_with(axis, ps.shard(w, axis), x)
 
     def on_ranks(w: Tensor) -> Tensor:
-        rank = axis.map(
-            partial(after, axis, sharded=True), in_dims=(None, 0), out_dims=None
-        )
-        return rank(w, batch.view(2, 2))
+        program = axis.map(on_rank, in_dims=(None, 0), out_dims=None)
+        return program(w, batch.view(2, 2))
 
-    expected = torch.func.jacrev(lambda w: after(LOCAL, w, batch, False))(whole)
-    assert_close(torch.func.jacrev(on_ranks)(whole), expected)
-    assert_close(torch.func.jacfwd(on_ranks)(whole), expected)
-    assert_close(torch.vmap(on_ranks)(whole[None])[0], on_ranks(whole))
+    expected = torch.func.jacrev(lambda w: step_with(LOCAL, w, batch))(full)
+    assert_close(torch.func.jacrev(on_ranks)(full), expected)
+    assert_close(torch.func.jacfwd(on_ranks)(full), expected)
+    assert_close(torch.vmap(on_ranks)(full[None])[0], on_ranks(full))
 
 
-def test_partition_clips_its_own_pieces() -> None:
+def test_partition_clips_its_own_shards() -> None:
     """A part of the tree keeps the axes of its leaves."""
-    axis, sgd, whole = (
-        ps.VmapAxis(SIZE),
-        ps.optim.sgd(1.0),
-        {"a": noise(5), "b": noise(4)},
-    )
+    axis = ps.VmapAxis(SIZE)
+    full = {"a": noise(5), "b": noise(4)}
+    sgd = ps.optim.sgd(1.0)
     clipped = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), sgd)
-    parts = {"clipped": clipped, "plain": sgd}
-    optimizer = ps.optim.partition({"a": "clipped", "b": "plain"}, parts)
+    optimizers = {"clipped": clipped, "plain": sgd}
+    optimizer = ps.optim.partition(optimizers, {"a": "clipped", "b": "plain"})
 
-    def rank(whole: Any) -> Any:
-        zeros = tree.map(torch.zeros_like, ps.shard(whole, axis))
-        return ps.unshard(
-            optimizer.update(ps.shard(whole, axis), optimizer.init(zeros), zeros)[0]
-        )
+    def on_rank(full: Any) -> Any:
+        grads = ps.shard(full, axis)
+        params = tree.map(torch.zeros_like, grads)
+        new, *_ = optimizer.update(grads, optimizer.init(params), params)
+        return ps.unshard(new)
 
-    found = axis.map(rank, in_dims=None, out_dims=None)(whole)
-    assert_close(found, {"a": -whole["a"] / whole["a"].norm(), "b": -whole["b"]})
+    result = axis.map(on_rank, in_dims=None, out_dims=None)(full)
+
+    a = full["a"]
+    assert_close(result["a"], -a / a.norm())
+    assert_close(result["b"], -full["b"])
+
+
+# What is refused
+
+
+class Refused(NamedTuple):
+    """A call that is refused, and with which error."""
+
+    act: Callable[[], Any]
+    message: str
+    error: type[Exception] = ValueError
 
 
 def step_once(axis: Any, w: Any) -> Any:
-    """A step with this param."""
-    sgd, how = ps.optim.sgd(0.1), {"weight_fn": torch.ones_like, "axis": axis}
-    step = ps.make_update_step(lambda p, x: p["w"].sum() * x, sgd, **how)
-    return step({"w": w}, sgd.init({"w": w}), [torch.ones(2)])
+    """Takes a step on this param."""
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return p["w"].sum() * x
+
+    sgd = ps.optim.sgd(0.1)
+    step = ps.make_update_step(loss_fn, sgd, weight_fn=torch.ones_like, axis=axis)
+    params = {"w": w}
+    return step(params, sgd.init(params), [torch.ones(2)])
 
 
-def over_more_than_the_axis() -> None:
+def unshard_wrong_shape() -> None:
+    matrix = torch.ones(4, 3)
+    ps.unshard(ps.Shard(matrix, LOCAL, (4, 6)))
+
+
+def take_norm_of_nested_shards() -> None:
+    inner = ps.Shard(TWO, TP, (2,))
+    tree.global_norm(ps.Shard(inner, ps.VmapAxis(3), (2,)))
+
+
+def step_on_shards_of_another_length() -> None:
+    def on_rank(w: Tensor) -> Any:
+        return step_once(LOCAL, ps.Shard(w, TP, (4,)))
+
+    TP.map(on_rank)(torch.ones(2, 3))
+
+
+def init_muon() -> None:
+    matrix = ps.Shard(torch.ones(2, 2), TP, (4, 2))
+    ps.optim.from_torch(torch.optim.Muon).init(matrix)
+
+
+def step_over_less_than_the_shards() -> None:
     world = ThreadAxis(4)
     rows, _ = world.split(2, 2)
-    world.map(lambda w: step_once(rows, ps.Shard(w, world, (4,))))([torch.ones(1)] * 4)
+
+    def on_rank(w: Tensor) -> Any:
+        return step_once(rows, ps.Shard(w, world, (4,)))
+
+    world.map(on_rank)([torch.ones(1)] * 4)
 
 
-def of_different_tensors() -> None:
-    """Pieces of different lengths would be alike."""
+def step_on_shards_of_different_tensors() -> None:
+    """Shards tensors of 4 and 5 numbers, whose local shards would be alike."""
     axis = ThreadAxis(2)
-    axis.map(lambda size: step_once(axis, ps.shard(noise(size), axis)))([4, 5])
+
+    def on_rank(size: int) -> Any:
+        return step_once(axis, ps.shard(noise(size), axis))
+
+    axis.map(on_rank)([4, 5])
 
 
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "dim": (lambda: ps.Shard(TWO, TP, (2,), dim=1), ValueError, r"shape=\(2,\), dim=1.*no such dimension"),
-    "scalar": (lambda: ps.Shard(torch.ones(()), TP, ()), ValueError, "a scalar is not cut"),
-    "a name": (lambda: ps.Shard(TWO, "tp", (2,)), TypeError, r"axis='tp'.*must have an axis object"),
-    "nested": (
-        lambda: tree.global_norm(ps.Shard(ps.Shard(TWO, TP, (2,)), ps.VmapAxis(3), (2,))),
-        ValueError, r"over VmapAxis\(3\) and over VmapAxis\(2\)",
+REFUSED = {
+    "dim": Refused(
+        lambda: ps.Shard(TWO, TP, (2,), dim=1),
+        r"shape=\(2,\), dim=1.*no such dimension",
     ),
-    "no piece": (
-        lambda: ps.unshard(ps.Shard(torch.ones(4, 3), LOCAL, (4, 6))),
-        ValueError, r"shape \(4, 3\), but this rank's piece.*take ps.shard",
+    "scalar": Refused(
+        lambda: ps.Shard(torch.ones(()), TP, ()),
+        "a scalar is not cut",
     ),
-    "another piece": (
-        lambda: TP.map(lambda w: step_once(LOCAL, ps.Shard(w, TP, (4,))))(torch.ones(2, 3)),
-        ValueError, r"params\['w'\]\.local has shape \(3,\).*has shape \(2,\)",
+    "a name": Refused(
+        lambda: ps.Shard(TWO, "tp", (2,)),
+        r"axis='tp'.*must have an axis object",
+        error=TypeError,
     ),
-    "Muon": (
-        lambda: ps.optim.from_torch(torch.optim.Muon).init(ps.Shard(torch.ones(2, 2), TP, (4, 2))),
-        ValueError, "Muon may look at all of a parameter",
+    "nested": Refused(
+        take_norm_of_nested_shards,
+        r"over VmapAxis\(3\) and over VmapAxis\(2\)",
     ),
-    "more than the axis": (over_more_than_the_axis, ValueError, r"params\['w'\]\.local is sharded over .*some of whose ranks"),
-    "different tensors": (
-        of_different_tensors,
-        ValueError, r"disagree on params.*rank 0 with params\['w'\]\.local: torch.float64, of shape \(4,\) in pieces.*\(5,\)",
+    "no shard": Refused(
+        unshard_wrong_shape,
+        r"shape \(4, 3\), but this rank's piece.*take ps.shard",
     ),
-}  # fmt: skip
+    "another shard": Refused(
+        step_on_shards_of_another_length,
+        r"params\['w'\]\.local has shape \(3,\).*has shape \(2,\)",
+    ),
+    "Muon": Refused(
+        init_muon,
+        "Muon may look at all of a parameter",
+    ),
+    "more than the axis": Refused(
+        step_over_less_than_the_shards,
+        r"params\['w'\]\.local is sharded over .*some of whose ranks",
+    ),
+    "different tensors": Refused(
+        step_on_shards_of_different_tensors,
+        r"disagree on params.*rank 0 with params\['w'\]\.local: torch.float64, "
+        r"of shape \(4,\) in pieces.*\(5,\)",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str) -> None:
-    act, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        act()
+    refused = REFUSED[case]
+    with pytest.raises(refused.error, match=refused.message):
+        refused.act()

@@ -1,4 +1,4 @@
-"""The small examples: what each of them claims, with fewer steps than its picture has."""
+"""Tests the claims of the small examples, with fewer steps than their pictures have."""
 
 import re
 from collections.abc import Iterator
@@ -19,99 +19,118 @@ from purestep.examples import (
     maml,
     noise_scale,
 )
-from purestep.testing.bounds import gamma
+from purestep.testing.bounds import rounding_bound
 
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> Iterator[list[str]]:
-    """Where the picture goes, which is drawn in the end."""
+    """Names the picture, and checks that it has been drawn in the end."""
     picture = tmp_path / "picture.png"
     yield ["--picture", str(picture)]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def off(grad: Tensor) -> Tensor:
-    """Off by what rounding of a sum of 2,000 terms may do to its largest element, up or down."""
-    signs = (
-        torch.randint(2, grad.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    )
-    return grad + gamma(2000, grad.dtype) * grad.abs().max() * signs
+def add_rounding(grad: Tensor) -> Tensor:
+    """Moves each element, up or down, by what rounding a sum of 2,000 terms may do to the largest."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, grad.shape, generator=generator) * 2 - 1
+    bound = rounding_bound(2000, grad.dtype) * grad.abs().max()
+    return grad + bound * signs
+
+
+def add_rounding_to_all(grads: Any, state: Any, params: Any) -> Any:
+    return tree.map(add_rounding, grads), state
 
 
 ROUNDED = ps.optim.chain(
-    ps.optim.Transform(lambda params: (), lambda g, s, p: (tree.map(off, g), s)),
+    ps.optim.Transform(lambda params: (), add_rounding_to_all),
     cut_invariance.OPTIMIZER,
 )
 
 
 def bounds(dtype: torch.dtype, steps: int) -> list[float]:
-    """How far rounding of the gradients' sums takes a run on one rank from itself."""
-    cut, model = cut_invariance.CUTS["one large microbatch"], cut_invariance.gpt2(dtype)
-    data, axis = cut_invariance.groups(steps), ps.testing.ThreadAxis(1)
-    assert max(sum(len(each["tokens"]) for each in group) for group in data) <= 2000
+    """Computes how far rounding of the gradients' sums takes a run on one rank from itself."""
+    cut = cut_invariance.CUTS["one large microbatch"]
+    model = cut_invariance.make_gpt2(dtype)
+    data = cut_invariance.sample_groups(steps)
+    for group in data:
+        assert sum(len(microbatch["tokens"]) for microbatch in group) <= 2000
 
-    def train(optimizer: ps.optim.Optimizer) -> Any:
-        return cut_invariance.train(axis, model, cut, data, optimizer)
+    axis = ps.testing.ThreadAxis(1)
 
-    (runs,) = axis.map(lambda _: [*map(train, (cut_invariance.OPTIMIZER, ROUNDED))])(
-        [0]
-    )
-    return cut_invariance.worst(runs)
+    def program(_: int) -> list[Any]:
+        return [
+            cut_invariance.train(axis, model, cut, data, optimizer)
+            for optimizer in (cut_invariance.OPTIMIZER, ROUNDED)
+        ]
+
+    (runs,) = axis.map(program)([0])
+    return cut_invariance.measure_distances(runs)
 
 
 def test_cuts_are_one_run(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No farther apart than rounding explains, where those of the usual loop are several."""
+    """Lie no farther apart than rounding explains, where those of the usual loop do."""
     monkeypatch.setattr(cut_invariance, "GROUP", 2)
     monkeypatch.delitem(cut_invariance.CUTS, "in order of arrival, fours")
-    far = cut_invariance.main(["--steps", "1", *arguments])
+    distances = cut_invariance.main(["--steps", "1", *arguments])
+    of_the_usual_loop = distances["the usual loop, float64"][-1]
     for dtype in (torch.float64, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        for found, most in zip(far[f"purestep, {name}"], bounds(dtype, 1), strict=True):
-            assert 0 < found < most < far["the usual loop, float64"][-1]
+        ours = distances[f"purestep, {name}"]
+        for distance, bound in zip(ours, bounds(dtype, 1), strict=True):
+            assert 0 < distance < bound < of_the_usual_loop
 
 
 def test_an_ensemble_is_its_runs(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far apart as runs whose learning rates are off by γₙ; at the lower half, where training is stable, to its end."""
-    monkeypatch.setattr(ensembles, "RUNS", 40)
-    found = ensembles.main(["--steps", "24", *arguments])
-    stable = slice(ensembles.RUNS // 2)
-    factor = gamma(4 * ensembles.POINTS, torch.float64)
-    off = ensembles.one_by_one(found.rates[stable] * (1 + factor), 24)
-    bound = factor * found.alone[stable] + (off - found.alone[stable]).abs()
-    assert ((found.together - found.alone)[stable].abs() <= bound).all()
-    assert not torch.equal(found.alone[0], found.alone[1])
+    """Compares with runs whose learning rates are off by γₙ.
 
-    last = found.together[:, -1]
+    To its end where training is stable, which is the lower half.
+    """
+    monkeypatch.setattr(ensembles, "RUNS", 40)
+    curves = ensembles.main(["--steps", "24", *arguments])
+    stable = slice(ensembles.RUNS // 2)
+    alone = curves.alone[stable]
+    together = curves.together[stable]
+    factor = rounding_bound(4 * ensembles.POINTS, torch.float64)
+    rates = curves.rates[stable] * (1 + factor)
+    with_other_rates = ensembles.train_one_by_one(rates, 24)
+    bound = factor * alone + (with_other_rates - alone).abs()
+    assert ((together - alone).abs() <= bound).all()
+    assert not torch.equal(curves.alone[0], curves.alone[1])
+
+    last = curves.together[:, -1]
     assert 2 * last.min() < torch.minimum(last[0], last[-1])
+
+
+def assert_positive(gain: Tensor) -> None:
+    """Checks that the mean of a sample is positive by five standard errors."""
+    assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
 
 
 def test_learned_rates_serve_others(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On unseen runs they are better than the best single rate by five standard errors."""
+    """Beat the best single rate on unseen runs."""
     monkeypatch.setattr(hypergradients, "UPDATES", 3)
-    gain = torch.sub(*hypergradients.main(["--steps", "16", *arguments]))[:, -1]
-    assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
+    single, learned = hypergradients.main(["--steps", "16", *arguments])
+    assert_positive((single - learned)[:, -1])
 
 
 def test_what_is_learned_adapts(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is trained in the ordinary way does not, with no rate; by five standard errors of the difference."""
-    monkeypatch.setattr(maml, "MOST", 2)
-    plain, learned = (
-        each.mean(-1) for each in maml.main(["--steps", "80", *arguments])
-    )
-    for gain in (
-        learned[:, 0] - learned[:, maml.UPDATES],
-        (plain - learned)[:, maml.UPDATES],
-    ):
-        assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
-    assert learned[:, maml.UPDATES].mean() < 0.75 * plain.mean(0).min()
+    """Adapts in a few updates, which ordinary training does not at any rate."""
+    monkeypatch.setattr(maml, "MAX_UPDATES", 2)
+    results = maml.main(["--steps", "80", *arguments])
+    plain, learned = (losses.mean(-1) for losses in results)
+    adapted = learned[:, maml.UPDATES]
+    assert_positive(learned[:, 0] - adapted)
+    assert_positive(plain[:, maml.UPDATES] - adapted)
+    assert adapted.mean() < 0.75 * plain.mean(0).min()
 
 
 def test_an_example_is_hidden_by_noise_and_by_others(
@@ -125,20 +144,23 @@ def test_an_example_is_hidden_by_noise_and_by_others(
     """
     monkeypatch.setattr(differential_privacy, "SEEDS", 1)
     monkeypatch.setattr(differential_privacy, "NOISES", (0.0, 12.0, 48.0))
-    few, more, most = differential_privacy.main(["--steps", "4", *arguments]).values()
-    (apart,) = re.findall(r"or 12, with noise: (\S+) of", capsys.readouterr().out)
-    assert float(apart) < gamma(1200, torch.float32)
-    ten = 10 * (2 * 0.25 / 4000) ** 0.5
-    assert min(few[0], more[1]) > few[1] + ten
-    assert most[2] > more[2] + ten
+    curves = differential_privacy.main(["--steps", "4", *arguments])
+    few, more, most = curves.values()
+    output = capsys.readouterr().out
+    (distance,) = re.findall(r"or 12, with noise: (\S+) of", output)
+    assert float(distance) < rounding_bound(1200, torch.float32)
+    ten_deviations = 10 * (2 * 0.25 / 4000) ** 0.5
+    assert min(few[0], more[1]) > few[1] + ten_deviations
+    assert most[2] > more[2] + ten_deviations
 
 
 def test_microbatches_tell_the_noise_scale_of_all_examples(
     arguments: list[str],
 ) -> None:
-    """To a factor of two, while it grows tenfold."""
-    found = noise_scale.main(["--steps", "144", *arguments])
-    _, estimates, expected = zip(*found, strict=True)
-    for one, other in zip(estimates, expected, strict=True):
-        assert other / 2 < one < 2 * other
-    assert estimates[-1] > 5 * estimates[0]
+    """Estimates it to a factor of two, while it grows tenfold."""
+    results = noise_scale.main(["--steps", "144", *arguments])
+    for _, estimate, expected in results:
+        assert expected / 2 < estimate < 2 * expected
+    _, first, _ = results[0]
+    _, last, _ = results[-1]
+    assert last > 5 * first

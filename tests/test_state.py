@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 import purestep as ps
 from purestep import tree
-from tests.states import (
-    COMPLEX,
+from tests.checkpoint_states import (
     DTYPES,
+    UNSUPPORTED_DTYPES,
     Moments,
-    anything,
     assert_same_bits,
-    noise,
-    zeros,
+    random_bits,
+    state_of_all_dtypes,
+    zeros_like,
 )
 from tests.torch_private import FakeTensorMode
 
@@ -41,69 +41,103 @@ register: Any = optree.dataclasses.dataclass
 
 @register(namespace=tree.NAMESPACE)
 class Layer:
-    """A class of one's own."""
+    """A registered class, and so a node of trees."""
 
     weight: Any
     bias: Any
 
 
 class Pair(list[Any]):
-    """A class that gives its entries one name for all."""
+    """Gives its entries one name for all."""
+
+
+def flatten_pair(pair: Any) -> Any:
+    children = list(pair)
+    names = ["same"] * len(pair)
+    return children, None, names
+
+
+def unflatten_pair(_: Any, children: Any) -> Pair:
+    return Pair(children)
 
 
 optree.register_pytree_node(
-    Pair, lambda pair: ([*pair], None, ["same"] * len(pair)), lambda _, children: Pair(children),
+    Pair,
+    flatten_pair,
+    unflatten_pair,
     namespace=tree.NAMESPACE,
-)  # fmt: skip
+)
 
 
-def by_torch_save(flat: dict[str, Tensor], _: Path) -> dict[str, Tensor]:
+def addresses_of(tensors: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+# Formats
+
+
+def copy_by_torch_save(flat: dict[str, Tensor], _: Path) -> dict[str, Tensor]:
+    """Saves and loads by torch; checks that the file holds little beside the numbers."""
     file = io.BytesIO()
     torch.save(flat, file)
-    assert len(file.getvalue()) < 2 * sum(t.nbytes for t in flat.values()) + 400 * (
-        len(flat) + 5
-    )
+    num_bytes = sum(tensor.nbytes for tensor in flat.values())
+    overhead = 400 * (len(flat) + 5)
+    assert len(file.getvalue()) < 2 * num_bytes + overhead
+
     file.seek(0)
     return dict(torch.load(file, weights_only=True))
 
 
-def by_distributed_checkpoint(
+def copy_by_distributed_checkpoint(
     flat: dict[str, Tensor], folder: Path
 ) -> dict[str, Tensor]:
-    save_distributed(flat, checkpoint_id=folder / "many", no_dist=True)
-    found = {name: torch.zeros_like(tensor) for name, tensor in flat.items()}
-    load_distributed(found, checkpoint_id=folder / "many", no_dist=True)
-    return found
+    checkpoint = folder / "many"
+    save_distributed(flat, checkpoint_id=checkpoint, no_dist=True)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in flat.items()}
+    load_distributed(loaded, checkpoint_id=checkpoint, no_dist=True)
+    return loaded
 
 
 @pytest.mark.filterwarnings(
-    "ignore:ComplexHalf support", "ignore:torch.distributed is disabled"
+    "ignore:ComplexHalf support",
+    "ignore:torch.distributed is disabled",
 )
-@pytest.mark.parametrize("way", [by_torch_save, by_distributed_checkpoint])
-def test_any_format_takes_it(way: Any, tmp_path: Path) -> None:
-    state = anything([*DTYPES, *COMPLEX])
+@pytest.mark.parametrize(
+    "copy_by_format",
+    [copy_by_torch_save, copy_by_distributed_checkpoint],
+)
+def test_any_format_takes_it(copy_by_format: Any, tmp_path: Path) -> None:
+    state = state_of_all_dtypes([*DTYPES, *UNSUPPORTED_DTYPES])
     flat = ps.state_dict(state)
-    addresses = [t.untyped_storage().data_ptr() for t in flat.values() if t.numel()]
-    assert len(set(addresses)) == len(addresses)
-    assert all(t.is_contiguous() and not t.requires_grad for t in flat.values())
-    found = way(flat, tmp_path)
-    assert found.keys() == flat.keys()
-    assert_same_bits(ps.load_state_dict(zeros(state), found), state)
+    with_numbers = [tensor for tensor in flat.values() if tensor.numel() > 0]
+    assert len(addresses_of(with_numbers)) == len(with_numbers)
+    for tensor in flat.values():
+        assert tensor.is_contiguous()
+        assert not tensor.requires_grad
+
+    loaded = copy_by_format(flat, tmp_path)
+
+    assert loaded.keys() == flat.keys()
+    assert_same_bits(ps.load_state_dict(zeros_like(state), loaded), state)
+
+
+# Memory
 
 
 def test_what_lies_by_itself_is_not_copied() -> None:
-    w, buffer = torch.randn(2, 3), torch.randn(6)
+    w = torch.randn(2, 3)
     state = {
-        "whole": w,
-        "parts": [*buffer.split(3)],
+        "full": w,
+        "parts": list(torch.randn(6).split(3)),
         "again": w,
         "column": torch.randn(3, 2).T,
     }
-    places = {leaf.data_ptr() for leaf in tree.leaves(state)}
-    own = [
-        name for name, leaf in ps.state_dict(state).items() if leaf.data_ptr() in places
-    ]
-    assert own in (["tree['whole']"], ["tree['again']"])
+    pointers = {leaf.data_ptr() for leaf in tree.leaves(state)}
+
+    flat = ps.state_dict(state)
+
+    not_copied = [name for name, leaf in flat.items() if leaf.data_ptr() in pointers]
+    assert not_copied in (["tree['full']"], ["tree['again']"])
 
 
 def test_what_is_loaded_is_fresh_and_lies_as_like_does() -> None:
@@ -112,35 +146,62 @@ def test_what_is_loaded_is_fresh_and_lies_as_like_does() -> None:
         "gaps": torch.randn(4, 6)[:, ::2],
         "p": torch.randn(2),
     }
-    like = {**zeros(state), "p": torch.zeros(2, requires_grad=True)}
-    flat = {name: t.requires_grad_() for name, t in ps.state_dict(state).items()}
-    found = ps.load_state_dict(like, flat)
-    assert found["column"].stride() == like["column"].stride() == (1, 3)
-    theirs = {
-        t.untyped_storage().data_ptr() for t in [*flat.values(), *tree.leaves(like)]
-    }
-    assert not theirs & {t.untyped_storage().data_ptr() for t in tree.leaves(found)}
-    assert not tree.any_requires_grad(found)
-    assert_same_bits(found, state)
+    like = {**zeros_like(state), "p": torch.zeros(2, requires_grad=True)}
+    flat = ps.state_dict(state)
+    for tensor in flat.values():
+        tensor.requires_grad_()
+
+    loaded = ps.load_state_dict(like, flat)
+
+    assert like["column"].stride() == (1, 3)
+    assert loaded["column"].stride() == (1, 3)
+    arguments = [*flat.values(), *tree.leaves(like)]
+    results = tree.leaves(loaded)
+    assert addresses_of(arguments).isdisjoint(addresses_of(results))
+    assert not tree.any_requires_grad(loaded)
+    assert_same_bits(loaded, state)
 
 
+# Names
+
+TEXTS = [
+    "0",
+    "a",
+    "a.b",
+    "a']['b",
+    'q"',
+    "'",
+    "\n",
+    "é",
+    "",
+    "tree",
+    "__metadata__",
+]
 KEYS = st.one_of(
     st.integers(-2, 2),
-    st.sampled_from(
-        ["0", "a", "a.b", "a']['b", 'q"', "'", "\n", "é", "", "tree", "__metadata__"]
-    ),
+    st.sampled_from(TEXTS),
     st.sampled_from([Part.ENCODER, None, (1, "x"), 0.5, b"a", torch.float32]),
 )
-CONTAINERS: list[Any] = [OrderedDict, lambda d: defaultdict(list, d), dict]
-TREES = st.recursive(
-    st.sampled_from([torch.float32, torch.bool, torch.int64]).map(lambda dtype: noise(dtype, 2)) | st.none(),
-    lambda children: st.one_of(
-        *(st.lists(children, max_size=3).map(kind) for kind in (list, tuple, deque)),
-        *(st.dictionaries(KEYS, children, max_size=4).map(kind) for kind in CONTAINERS),
-        *(st.builds(kind, children, children) for kind in (Moments, Layer)),
-    ),
-    max_leaves=12,
-)  # fmt: skip
+MAPPINGS: list[Any] = [OrderedDict, lambda d: defaultdict(list, d), dict]
+SEQUENCES = [list, tuple, deque]
+CLASSES = [Moments, Layer]
+LEAVES = st.sampled_from([torch.float32, torch.bool, torch.int64]).map(
+    lambda dtype: random_bits(dtype, 2)
+)
+
+
+def containers_of(children: Any) -> Any:
+    """Draws sequences, mappings and registered classes with these children."""
+    lists = st.lists(children, max_size=3)
+    dicts = st.dictionaries(KEYS, children, max_size=4)
+    return st.one_of(
+        *[lists.map(sequence) for sequence in SEQUENCES],
+        *[dicts.map(mapping) for mapping in MAPPINGS],
+        *[st.builds(cls, children, children) for cls in CLASSES],
+    )
+
+
+TREES = st.recursive(LEAVES | st.none(), containers_of, max_leaves=12)
 
 
 @given(TREES)
@@ -148,29 +209,36 @@ def test_names_are_unique_and_say_where_a_leaf_is(state: Any) -> None:
     flat = ps.state_dict(state)
     leaves = tree.leaves(state)
     assert len(flat) == len(leaves)
-    names = {"tree": state, "Part": Part, "torch": torch}
+    scope = {"tree": state, "Part": Part, "torch": torch}
     for name, leaf in zip(flat, leaves, strict=True):
-        assert eval(re.sub(r"<(Part\.\w+): 1>", r"\1", name), names) is leaf
-    found = ps.load_state_dict(zeros(state), dict(reversed(flat.items())))
-    assert type(found) is type(state)
-    assert_same_bits(found, state)
+        expression = re.sub(r"<(Part\.\w+): 1>", r"\1", name)
+        assert eval(expression, scope) is leaf
+
+    in_other_order = dict(reversed(flat.items()))
+    loaded = ps.load_state_dict(zeros_like(state), in_other_order)
+    assert type(loaded) is type(state)
+    assert_same_bits(loaded, state)
 
 
-def test_every_difference_is_named_and_a_message_has_an_end() -> None:
+def test_every_difference_is_named() -> None:
     state = {
         "a": torch.ones(2),
         "b": [torch.ones(3), torch.ones(1)],
         "n": torch.tensor(1),
     }
-    flat: dict[Any, Any] = ps.state_dict(state)
-    del flat["tree['a']"]
-    flat |= {"tree['b'][0]": torch.ones(3, 1), "tree['b'][1]": torch.ones(1).double()}
-    flat |= {"tree['n']": 1, "new": torch.ones(1), 7: None}
-    with pytest.raises(
-        ValueError, match="flat does not fit like: build like as"
-    ) as refusal:
+    flat: dict[Any, Any] = {
+        "tree['b'][0]": torch.ones(3, 1),
+        "tree['b'][1]": torch.ones(1).double(),
+        "tree['n']": 1,
+        "new": torch.ones(1),
+        7: None,
+    }
+    message = "flat does not fit like: build like as"
+    with pytest.raises(ValueError, match=message) as refusal:
         ps.load_state_dict(state, flat)
-    assert str(refusal.value).split("\n  ")[1:] == [
+
+    _, *differences = str(refusal.value).split("\n  ")
+    assert differences == [
         "7 is NoneType, no tensor; like has no such leaf",
         "new is torch.float32 of shape (1,); like has no such leaf",
         "tree['a'] is missing; like has torch.float32 of shape (2,)",
@@ -178,10 +246,15 @@ def test_every_difference_is_named_and_a_message_has_an_end() -> None:
         "tree['b'][1] is torch.float64 of shape (1,); like has torch.float32 of shape (1,)",
         "tree['n'] is int, no tensor; like has torch.int64 of shape ()",
     ]
-    with pytest.raises(
-        ValueError, match=r"(\n  tree\[\d+\] is missing; .*){8}\n  and 4,992 more$"
-    ):
+
+
+def test_a_message_has_an_end() -> None:
+    message = r"(\n  tree\[\d+\] is missing; .*){8}\n  and 4,992 more$"
+    with pytest.raises(ValueError, match=message):
         ps.load_state_dict([torch.ones(1)] * 5000, {})
+
+
+# What is refused
 
 
 class Name(str):
@@ -194,21 +267,35 @@ class Name(str):
 ONE = torch.ones(1)
 with FakeTensorMode():
     FAKE = torch.ones(2)
+META = torch.ones(2, device="meta")
+SPARSE = torch.eye(2).to_sparse()
+NAN = float("nan")
+
 KEY = r"its key is of type .* make it a str"
-REFUSED: list[tuple[Any, str]] = [
-    *(({"a": {key: ONE}}, KEY) for key in (object(), Part.UNNAMED, frozenset({"a", "b"}), (1, noise), Name("w"))),
-    ([Pair([ONE, ONE])], "is the name of two leaves"),
-    ({float("nan"): ONE, -float("nan"): ONE}, "is the name of two leaves"),
-    ({"step": 3}, r"tree\['step'\] is int, no tensor: .* torch.tensor\(3\)"),
-    *(([leaf], r"tree\[0\] is of class .* plain tensors") for leaf in (FAKE, torch.ones(2, device="meta"), torch.eye(2).to_sparse())),
-]  # fmt: skip
+SAME = "is the name of two leaves"
+CLASS = r"tree\[0\] is of class .* plain tensors"
 
 
-@pytest.mark.parametrize(("state", "text"), REFUSED)
-def test_what_has_no_name_that_stays_or_is_no_plain_tensor(
-    state: Any, text: str
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": {object(): ONE}}, KEY),
+        ({"a": {Part.UNNAMED: ONE}}, KEY),
+        ({"a": {frozenset({"a", "b"}): ONE}}, KEY),
+        ({"a": {(1, random_bits): ONE}}, KEY),
+        ({"a": {Name("w"): ONE}}, KEY),
+        ([Pair([ONE, ONE])], SAME),
+        ({NAN: ONE, -NAN: ONE}, SAME),
+        ({"step": 3}, r"tree\['step'\] is int, no tensor: .* torch.tensor\(3\)"),
+        ([FAKE], CLASS),
+        ([META], CLASS),
+        ([SPARSE], CLASS),
+    ],
+)
+def test_leaves_without_a_lasting_name_or_of_another_class_are_refused(
+    state: Any, message: str
 ) -> None:
-    with pytest.raises((ValueError, TypeError), match=text):
+    with pytest.raises((ValueError, TypeError), match=message):
         ps.state_dict(state)
-    with pytest.raises((ValueError, TypeError), match=text):
+    with pytest.raises((ValueError, TypeError), match=message):
         ps.load_state_dict(state, {"tree[0]": torch.ones(2)})

@@ -1,6 +1,6 @@
-"""Every private name of torch's through which tests, proofs and benchmarks watch torch.
+"""Lists every private name of torch's by which tests, proofs and benchmarks observe torch.
 
-Where one is missing, what imports or calls it fails, and nothing else does: purestep itself uses none of these.
+Where one is missing, only its callers fail: purestep itself uses none of these.
 """
 
 from collections.abc import Callable
@@ -24,36 +24,36 @@ __all__ = [
 ]
 
 
-def graphs_compiled() -> int:
-    """How many graphs the compiler has made since ``forget_graphs``."""
+def count_graphs() -> int:
+    """Counts the graphs that the compiler has made since ``reset_graph_count``."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
-def forget_graphs() -> None:
-    """Begins to count the compiler's graphs anew."""
+def reset_graph_count() -> None:
+    """Resets the count of the compiler's graphs."""
     from torch._dynamo.utils import counters
 
     counters.clear()
 
 
-def compiling_sizes_of_data() -> AbstractContextManager[None]:
-    """Within it, the compiler takes operations whose results' sizes only the data tells."""
+def compile_data_dependent_sizes() -> AbstractContextManager[None]:
+    """Lets the compiler trace operations whose results' sizes depend on the data."""
     import torch._dynamo
 
     return torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 
 
-def pass_of_the_compiler() -> Any:
-    """The pass that the compiler's global settings hold."""
+def get_post_grad_pass() -> Any:
+    """Returns the post-grad pass in the compiler's global settings."""
     import torch._inductor.config
 
     return torch._inductor.config.post_grad_custom_post_pass
 
 
-def code_of_the_compiler(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
-    """What a compiled function gives, and all that was written for it, without a cache of earlier compilations."""
+def run_and_get_code(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """Returns a compiled function's result and all code generated for it, without a cache."""
     from torch._inductor.utils import fresh_cache, run_and_get_code
 
     with fresh_cache():
@@ -61,36 +61,40 @@ def code_of_the_compiler(function: Callable[..., Any], *args: Any) -> tuple[Any,
     return result, "".join(codes)
 
 
-def decompositions_of_the_compiler() -> Any:
-    """How it takes operators apart."""
+def get_decompositions() -> Any:
+    """Returns the table by which the compiler decomposes operators."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
 
 
-def few_recompilations() -> AbstractContextManager[None]:
-    """Within it, the compiler gives a function up at the third graph."""
+def limit_recompilations() -> AbstractContextManager[None]:
+    """Makes the compiler give a function up at the third graph."""
     import torch._dynamo
 
     return torch._dynamo.config.patch(recompile_limit=2)
 
 
-def forward_hooks(module: torch.nn.Module) -> int:
-    """How many hooks its parts hold that run after them, and how many notes about such hooks."""
-    return sum(
-        len(m._forward_hooks) + len(m._forward_hooks_with_kwargs)
-        for m in module.modules()
-    )
+def count_forward_hooks(module: torch.nn.Module) -> int:
+    """Counts the forward hooks of its modules, and their flags of such hooks."""
+    count = 0
+    for submodule in module.modules():
+        count += len(submodule._forward_hooks)
+        count += len(submodule._forward_hooks_with_kwargs)
+    return count
 
 
 attention_in_steps = torch.ops.aten._scaled_dot_product_attention_math
-"""Attention as an operation of ``torch.ops``, which drops elements when it is told to."""
+"""Attention by operations of ``torch.ops``, which drops elements at a rate above 0."""
 
 
-def compiled_with_graphs(
+def compile_and_list_graphs(
     function: Callable[..., Any],
 ) -> tuple[Callable[..., Any], list[str]]:
-    """The function compiled whole, and the code of each graph that reaches the compiler's backend, from the first call on."""
+    """Compiles a function as one graph, and lists the code of each graph of its backend.
+
+    The list is filled from the first call on.
+    """
     from torch._dynamo.backends.common import aot_autograd
 
     graphs: list[str] = []
@@ -99,7 +103,6 @@ def compiled_with_graphs(
         graphs.append(graph.code)
         return graph
 
-    whole = torch.compile(
-        function, backend=aot_autograd(fw_compiler=backend), fullgraph=True
-    )
-    return whole, graphs
+    aot_backend = aot_autograd(fw_compiler=backend)
+    compiled = torch.compile(function, backend=aot_backend, fullgraph=True)
+    return compiled, graphs

@@ -1,4 +1,4 @@
-"""Runs the tests at the corners of the versions that are claimed, each in an environment of its own.
+"""Runs the tests at the corners of the versions that are claimed, each in its own environment.
 
 python -m tests.versions                  all corners
 python -m tests.versions oldest newest    these
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Corner(NamedTuple):
-    """Versions that are tested together, in the environment that ``make`` makes of their pins."""
+    """A set of versions that are tested together, in the environment that ``make`` makes of their pins."""
 
     python: str
     environment: str
@@ -34,7 +34,7 @@ CORNERS = {
 
 
 class Outcome(NamedTuple):
-    """What came of a corner; the versions are empty where nothing ran."""
+    """The result of a corner; the versions are empty where nothing ran."""
 
     failed: bool
     tests: str
@@ -43,69 +43,74 @@ class Outcome(NamedTuple):
     transformers: str = ""
 
 
+PRINT_MINOR = "import sys; print('%d.%d' % sys.version_info[:2])"
+PRINT_FULL = "import platform; print(platform.python_version())"
+PRINT_PACKAGES = """
+from importlib.metadata import version
+print(version("torch"), version("transformers"))
+"""
+
+
 def find_interpreter(version: str) -> Path | None:
     """Finds a Python of this version that runs and makes environments: on PATH, of pyenv, or of uv."""
-    for python in _candidates(version):
+    for python in _list_candidates(version):
         # A shim of pyenv's is on PATH for versions that are not active, and fails.
-        code = "import sys, ensurepip; print('%d.%d' % sys.version_info[:2])"
-        if _read_output([str(python), "-c", code]) == version:
+        if (
+            _read_output([str(python), "-c", f"import ensurepip; {PRINT_MINOR}"])
+            == version
+        ):
             return python
     return None
 
 
-def _candidates(version: str) -> Iterator[Path]:
+def _list_candidates(version: str) -> Iterator[Path]:
     for folder in os.get_exec_path():
         yield Path(folder) / f"python{version}"
-    if root := _read_output(["pyenv", "root"]):
-        yield from Path(root).glob(f"versions/{version}*/bin/python{version}")
-    if found := _read_output(["uv", "python", "find", version]):
-        yield Path(found)
+    pyenv_root = _read_output(["pyenv", "root"])
+    if pyenv_root:
+        yield from Path(pyenv_root).glob(f"versions/{version}*/bin/python{version}")
+    uv_python = _read_output(["uv", "python", "find", version])
+    if uv_python:
+        yield Path(uv_python)
 
 
 def _read_output(command: list[str]) -> str:
-    """What a command prints; nothing where it fails or does not exist."""
+    """Returns what a command prints; nothing where it fails or does not exist."""
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return run.stdout.strip() if run.returncode == 0 else ""
+    if result.returncode != 0:
+        return ""
+    return result.stdout.strip()
 
 
 def run_corner(corner: Corner, root: Path = ROOT) -> Outcome:
     """Makes the environment of a corner and runs the tests in it."""
     interpreter = find_interpreter(corner.python)
     if interpreter is None:
-        return Outcome(
-            False, f"not run: no Python {corner.python} on PATH, of pyenv or of uv"
-        )
-    python = root / corner.environment / "bin" / "python"
-    code = "import sys; print('%d.%d' % sys.version_info[:2])"
-    if (
-        python.exists()
-        and (other := _read_output([str(python), "-c", code])) != corner.python
-    ):
-        environment = python.parent.parent
-        return Outcome(
-            False, f"not run: {environment} has Python {other or '?'}, remove it"
-        )
+        reason = f"no Python {corner.python} on PATH, of pyenv or of uv"
+        return Outcome(False, f"not run: {reason}")
+    environment = root / corner.environment
+    python = environment / "bin" / "python"
+    if python.exists():
+        version = _read_output([str(python), "-c", PRINT_MINOR])
+        if version != corner.python:
+            reason = f"{environment} has Python {version or '?'}, remove it"
+            return Outcome(False, f"not run: {reason}")
     make = ["make", f"{corner.environment}/installed", f"PYTHON={interpreter}"]
     if subprocess.run(make, cwd=root).returncode != 0:
         return Outcome(True, f"not run: {corner.environment} could not be made")
-    names = "torch", "transformers"
-    code = (
-        f"import importlib.metadata as m; print(*[m.version(name) for name in {names}])"
-    )
-    torch, transformers = _read_output([str(python), "-c", code]).split()
+
+    torch, transformers = _read_output([str(python), "-c", PRINT_PACKAGES]).split()
     tests = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
     status, summary = _run_tests(tests, root)
-    full = _read_output(
-        [str(python), "-c", "import platform; print(platform.python_version())"]
-    )
-    return Outcome(status != 0, summary, full, torch, transformers)
+    full_version = _read_output([str(python), "-c", PRINT_FULL])
+    return Outcome(status != 0, summary, full_version, torch, transformers)
 
 
 def _run_tests(command: list[str], root: Path) -> tuple[int, str]:
-    """The status of pytest, and its last line, such as "3 failed, 2000 passed in 300.00s"."""
+    """Returns the status of pytest, and its last line: "3 failed, 2000 passed in 300.00s"."""
     summary = "no summary"
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
@@ -125,9 +130,12 @@ def main(names: Sequence[str]) -> int:
         outcomes[name] = run_corner(corner)
     row = "{:8} {:10} {:16} {:14} {}"
     print(row.format("", "Python", "torch", "transformers", "tests"))
-    for name, (failed, tests, *versions) in outcomes.items():
-        print(row.format(name, *versions, f"FAILED: {tests}" if failed else tests))
-    return int(any(outcome.failed for outcome in outcomes.values()))
+    for name, outcome in outcomes.items():
+        tests = f"FAILED: {outcome.tests}" if outcome.failed else outcome.tests
+        versions = (outcome.python, outcome.torch, outcome.transformers)
+        print(row.format(name, *versions, tests))
+    has_failed = any(outcome.failed for outcome in outcomes.values())
+    return 1 if has_failed else 0
 
 
 if __name__ == "__main__":

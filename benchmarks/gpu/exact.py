@@ -8,7 +8,7 @@ from torch import Tensor
 import purestep as ps
 from benchmarks.gpu.entries import Run
 from proofs import models
-from proofs.strategies import cut, integer_batch, weights_of
+from proofs.strategies import cut_batch, get_weights, make_integer_batch
 from purestep import optim, tree
 
 OPTIMIZERS = {
@@ -38,7 +38,9 @@ def make_problem() -> Problem:
     """Returns the problem, on the host."""
     generator = torch.Generator().manual_seed(3)
     weights = torch.tensor([[1, 2], [0, 1], [1, 1], [2, 0]])
-    return Problem(models.integer_params(generator), integer_batch(weights, generator))
+    return Problem(
+        models.integer_params(generator), make_integer_batch(weights, generator)
+    )
 
 
 def to_device(values: Any, device: str) -> Any:
@@ -74,13 +76,13 @@ def compare_cuts(
 ) -> None:
     """Takes one step for each cut, on the device and on the host."""
     step = ps.make_update_step(
-        models.integer_loss, optimizer, weight_fn=weights_of, **settings
+        models.integer_loss, optimizer, weight_fn=get_weights, **settings
     )
 
     def take(rows: list[list[int]], device: str) -> list[Tensor]:
         params, batch = to_device(problem, device)
         new_params, opt_state, metrics = step(
-            params, optimizer.init(params), cut(batch, rows)
+            params, optimizer.init(params), cut_batch(batch, rows)
         )
         return leaves_of((new_params, opt_state, metrics.loss, metrics.num_tokens))
 

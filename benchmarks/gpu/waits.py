@@ -51,9 +51,9 @@ def run_waits(run: Run) -> None:
     """Counts waits and kernels in every setting; what is compiled comes last."""
     if run.device == "lazy":
         # Lazy tensors exist from the first call on.
-        from proofs.devices import device
+        from proofs.devices import get_device
 
-        device()
+        get_device()
     problem = Problem(run)
     for name, make in {**problem.settings(), **problem.special_cases()}.items():
         with run.attempt("steps", name):

@@ -1,4 +1,4 @@
-"""The ranks that hold the tokens of a batch, and their collectives."""
+"""Axes, whose ranks hold the tokens of a batch, and their collectives."""
 
 from purestep.axis.base import Axis, RankError
 from purestep.axis.collectives import (  # fmt: skip

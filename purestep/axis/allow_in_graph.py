@@ -1,7 +1,7 @@
-"""What a compiler must not look into: imported by the compiler itself, when it gets there.
+"""Keeps collectives whole in a trace: dynamo itself imports this module, when it reaches one.
 
-Inside a collective it would find ``forward``, and never learn of the batching rule. Saying so takes
-``torch._dynamo``, whose import costs a second, so it is not said when purestep is imported.
+Inside a collective it would trace ``forward``, and lose the batching rule. To mark the function
+takes ``torch._dynamo``, whose import costs a second, so purestep does not import this module.
 """
 
 from collections.abc import Callable

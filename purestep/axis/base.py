@@ -1,4 +1,4 @@
-"""What a step asks of an axis, whose ranks hold the tokens of a batch."""
+"""The protocol of an axis, whose ranks hold the tokens of a batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RankError(RuntimeError):
 
 
 class Axis(Protocol):
-    """The ranks over which a batch's tokens are spread.
+    """Ranks over which the tokens of a batch are spread.
 
     >>> from purestep import LocalAxis
     >>> axis: Axis = LocalAxis()
@@ -35,22 +35,22 @@ class Axis(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     @property
     def index(self) -> Tensor:
-        """Which of them this is, as a scalar tensor."""
+        """The index of this rank, as a scalar tensor."""
 
     @property
     def is_multi_program(self) -> bool:
-        """Whether each rank runs its own program, as processes do; such axes are ``Ranks``."""
+        """Whether each rank runs its own program, as processes do: a ``ProcessAxis``."""
 
     @property
     def global_ranks(self) -> frozenset[int]:
-        """The ranks it joins, numbered as in its world; empty where axes are not compared."""
+        """The global ranks of the axis; empty if unknown."""
 
-    def apply(self, law: str, x: Tensor) -> Tensor:
-        """Carries out psum, pvary, all_gather or psum_scatter of one tensor."""
+    def apply(self, op: str, x: Tensor) -> Tensor:
+        """Runs psum, pvary, all_gather or psum_scatter on one tensor."""
 
-    def apply_tree(self, law: str, x: Any) -> Any:
-        """Carries out psum or pvary of every leaf: of floats and int64 alone."""
+    def apply_tree(self, op: str, x: Any) -> Any:
+        """Runs psum or pvary on every leaf; all are floats or int64."""

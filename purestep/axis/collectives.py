@@ -1,6 +1,6 @@
-"""Where the tokens are spread: axes, and the sums over them.
+"""Collectives on trees, and comparisons of axes.
 
-An axis is an object that you hold, never a global name. Four linear laws and their transposes:
+An axis is an object that you hold, never a global name. Four linear maps and their transposes:
 
     psum          y = Σᵣ xᵣ, the same on every rank           transpose: pvary
     pvary         yᵣ = x, for each rank to use as its own     transpose: psum
@@ -24,7 +24,7 @@ SUM_DTYPES = {torch.int64, *tree.FLOAT_DTYPES}
 
 
 def check_axis(axis: Axis) -> None:
-    """Refuses what is no axis, and says how to make one.
+    """Raises if ``axis`` is not an axis object, and says how to make one.
 
     >>> check_axis("dp")
     Traceback (most recent call last):
@@ -39,27 +39,35 @@ def check_axis(axis: Axis) -> None:
 
 
 def shares_ranks(one: Axis, other: Axis) -> bool:
-    """Whether two axes share ranks, so that what is sharded over one differs along the other.
+    """Returns whether two axes share ranks, so that shards over one differ along the other.
 
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)
     >>> shares_ranks(dp, dp), shares_ranks(dp, tp)
     (True, False)
     """
-    return one == other or len(one.global_ranks & other.global_ranks) > 1
+    if one == other:
+        return True
+    # Any two dimensions of a mesh share one rank: this one.
+    shared = one.global_ranks & other.global_ranks
+    return len(shared) > 1
 
 
 def is_subaxis(inner: Axis, axis: Axis) -> bool:
-    """Whether an axis is the other one, or joins a part of its ranks; all, beside one of size 1.
+    """Returns whether an axis is the other one, or holds a subset of its ranks.
+
+    That may be all of them, where the other axis has a further dimension of size 1.
 
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)
     >>> is_subaxis(dp, dp), is_subaxis(tp, dp)
     (True, False)
     """
-    return inner == axis or (
-        len(inner.global_ranks) > 1 and inner.global_ranks <= axis.global_ranks
-    )
+    if inner == axis:
+        return True
+    if len(inner.global_ranks) <= 1:
+        return False  # They are unknown, or all axes share this one rank.
+    return inner.global_ranks <= axis.global_ranks
 
 
 def psum(x: Tree, axis: Axis) -> Tree:
@@ -80,12 +88,17 @@ def psum(x: Tree, axis: Axis) -> Tree:
 
 
 def _integers_to_int64(x: Tree) -> Tree:
-    """The tree, with its integers in int64."""
-    if {leaf.dtype for leaf in tree.leaves(x)} <= SUM_DTYPES:
+    """Casts bools and integers to int64, so that sums do not overflow."""
+
+    def cast(leaf: Tensor) -> Tensor:
+        if leaf.is_floating_point() or leaf.is_complex():
+            return leaf
+        return leaf.long()
+
+    dtypes = {leaf.dtype for leaf in tree.leaves(x)}
+    if dtypes <= SUM_DTYPES:
         return x
-    return tree.map(
-        lambda x: x if x.is_floating_point() or x.is_complex() else x.long(), x
-    )
+    return tree.map(cast, x)
 
 
 def pmean(x: Tree, axis: Axis) -> Tree:
@@ -132,7 +145,9 @@ def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tre
 
     def gather(leaf: Tensor) -> Tensor:
         stacked = axis.apply("all_gather", leaf)
-        return torch.cat(stacked.unbind(), dim) if tiled else stacked.movedim(0, dim)
+        if tiled:
+            return torch.cat(stacked.unbind(), dim)
+        return stacked.movedim(0, dim)
 
     return tree.map(gather, x)
 
@@ -152,15 +167,24 @@ def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> T
 
     def scatter(leaf: Tensor) -> Tensor:
         length = leaf.shape[dim]
-        if (length % axis.size != 0) if tiled else (length != axis.size):
-            wanted = "a multiple of" if tiled else "exactly"
+        if tiled:
+            condition = "a multiple of"
+            fits = length % axis.size == 0
+        else:
+            condition = "exactly"
+            fits = length == axis.size
+        if not fits:
             raise ValueError(
-                f"psum_scatter over {axis} along dim={dim} needs {wanted} {axis.size} entries "
+                f"psum_scatter over {axis} along dim={dim} needs {condition} {axis.size} entries "
                 f"there, one for each rank, but the shape is {tuple(leaf.shape)}"
             )
-        blocks, at = _integers_to_int64(leaf), dim % leaf.ndim
+        # ``unflatten`` puts a new dimension behind a negative one.
+        rank_dim = dim % leaf.ndim
+        blocks = _integers_to_int64(leaf)
         if tiled:
-            blocks = blocks.unflatten(at, (axis.size, length // axis.size))
-        return axis.apply("psum_scatter", blocks.movedim(at, 0))
+            block_len = length // axis.size
+            blocks = blocks.unflatten(rank_dim, (axis.size, block_len))
+        blocks = blocks.movedim(rank_dim, 0)
+        return axis.apply("psum_scatter", blocks)
 
     return tree.map(scatter, x)

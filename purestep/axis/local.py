@@ -25,14 +25,16 @@ class LocalAxis:
         """Always 0."""
         return torch.zeros((), dtype=torch.int64)
 
-    def apply(self, law: str, x: Tensor) -> Tensor:
-        """The law over a single rank."""
-        if law == "all_gather":
+    def apply(self, op: str, x: Tensor) -> Tensor:
+        """Runs a collective over a single rank."""
+        if op == "all_gather":
             return x.unsqueeze(0)
-        return x.squeeze(0) if law == "psum_scatter" else x
+        if op == "psum_scatter":
+            return x.squeeze(0)
+        return x
 
-    def apply_tree(self, law: str, x: Tree) -> Tree:
-        """psum or pvary of every leaf: with a single rank, the tree itself."""
+    def apply_tree(self, op: str, x: Tree) -> Tree:
+        """Returns the tree itself, which is psum and pvary over a single rank."""
         return x
 
     def __repr__(self) -> str:

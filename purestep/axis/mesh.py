@@ -1,4 +1,4 @@
-"""Real ranks: dimensions of a DeviceMesh under torchrun."""
+"""``MeshAxis``: the processes along dimensions of a DeviceMesh, as under torchrun."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 class MeshAxis(ProcessAxis):
-    """The processes along one or several dimensions of a ``DeviceMesh``, such as those of
-    ``torchrun``.
+    """The processes along one or several dimensions of a ``DeviceMesh``, as under ``torchrun``.
 
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         update_step = ps.make_update_step(loss_fn, optimizer, axis=ps.MeshAxis(mesh, "dp"))
@@ -64,8 +63,8 @@ class MeshAxis(ProcessAxis):
         super().__init__(bucket_bytes)
         self.dims = (dims,) if isinstance(dims, str) else tuple(dims)
         names = mesh.mesh_dim_names or ()
-        wanted = tuple(name for name in names if name in self.dims)
-        if not wanted or wanted != self.dims:
+        in_mesh_order = tuple(name for name in names if name in self.dims)
+        if not self.dims or in_mesh_order != self.dims:
             raise ValueError(
                 f"MeshAxis(dims={self.dims}) must name one or several different dimensions of the "
                 f'mesh, in its order: {names}; init_device_mesh takes mesh_dim_names=("dp",)'
@@ -74,80 +73,89 @@ class MeshAxis(ProcessAxis):
             raise ValueError(
                 f"this process is not in the mesh {mesh}: make the axis on its ranks"
             )
-        part = mesh[self.dims]
-        flat = part if len(self.dims) == 1 else torch_private.flattened(part)
-        self._whole = mesh
-        self._across: dict[tuple[str, ...], MeshAxis] = {}
-        self.mesh: DeviceMesh = flat
-        self._group: Any = flat.get_group()
-        self._members = frozenset(dist.get_process_group_ranks(self._group))
-        self.size, self._rank = flat.size(), flat.get_local_rank()
+        submesh = mesh[self.dims]
+        if len(self.dims) > 1:
+            submesh = torch_private.flatten_mesh(submesh)
+        self.mesh: DeviceMesh = submesh
+        self.size = submesh.size()
         self.device = current_device(mesh.device_type)
-        self._where = MeshGroup(
-            self._group.group_name, flat.size(), ", ".join(map(repr, self.dims))
+        self._full_mesh = mesh
+        self._complements: dict[tuple[str, ...], MeshAxis] = {}
+        self._group: Any = submesh.get_group()
+        self._global_ranks = frozenset(dist.get_process_group_ranks(self._group))
+        self._rank = submesh.get_local_rank()
+        self._process_group = MeshGroup(
+            name=self._group.group_name,
+            size=self.size,
+            dims=", ".join(repr(name) for name in self.dims),
         )
 
     @property
-    def where(self) -> MeshGroup:
-        """The process group."""
-        return self._where
+    def process_group(self) -> MeshGroup:
+        """The process group, as collectives take it."""
+        return self._process_group
 
     @property
-    def meetings(self) -> int | None:
-        """How many collectives its group has begun; None where the backend does not count."""
-        return torch_private.collectives_begun(self._group, self.device)
+    def num_collectives(self) -> int | None:
+        """The number of collectives that its group has begun; None if that does not count."""
+        return torch_private.count_collectives(self._group, self.device)
 
     @property
-    def meets_on_host(self) -> bool:
-        """Whether its group has a backend for the host: all but a group made with "nccl" alone."""
+    def has_host_backend(self) -> bool:
+        """Whether its group has a backend for the host, as all but a group of "nccl" alone."""
         return self.on_host or "cpu:" in dist.get_backend_config(self._group)
 
     @property
     def rank(self) -> int:
-        """The number of this process, 0 to size - 1."""
+        """The index of this process, from 0 to size - 1."""
         return self._rank
 
     @property
     def global_ranks(self) -> frozenset[int]:
-        """The processes that it joins, by their ranks in the world."""
-        return self._members
+        """The processes of the axis, by their ranks in the world."""
+        return self._global_ranks
 
     def __eq__(self, other: object) -> bool:
-        return (
-            self._where == other._where
-            if isinstance(other, MeshAxis)
-            else NotImplemented
-        )
+        if not isinstance(other, MeshAxis):
+            return NotImplemented
+        return self._process_group == other._process_group
 
     def __hash__(self) -> int:
-        return hash(self._where)
+        return hash(self._process_group)
 
-    def launch(self, x: Tensor, law: str = "psum") -> Wait:
-        """Starts a law on contiguous memory, which holds a psum itself after the wait."""
-        with explain_lost_ranks(self.where):
-            if law == "psum":
-                work, met = dist.all_reduce(x, group=self._group, async_op=True), x
-            else:
-                work, met = None, self.where.begin(law, x.view(-1))
+    def launch(self, x: Tensor, op: str = "psum") -> Wait:
+        """Launches a collective on contiguous memory, into which a psum is written."""
+        if op == "psum":
+            return self._launch_psum(x)
+        with explain_lost_ranks(self.process_group):
+            result = self.process_group.begin(op, x.view(-1))
 
         def wait() -> Tensor:
-            with explain_lost_ranks(self.where):
-                if work is None:
-                    return torch_private.wait(met)
+            with explain_lost_ranks(self.process_group):
+                return torch_private.wait(result)
+
+        return wait
+
+    def _launch_psum(self, x: Tensor) -> Wait:
+        with explain_lost_ranks(self.process_group):
+            work = dist.all_reduce(x, group=self._group, async_op=True)
+
+        def wait() -> Tensor:
+            with explain_lost_ranks(self.process_group):
                 work.wait()
-                return met
+            return x
 
         return wait
 
     def gather_object(self, value: Any) -> list[Any]:
-        """All processes' values, in order of rank."""
+        """Returns the values of all processes, in order of rank."""
         values: list[Any] = [None] * self.size
-        with explain_lost_ranks(self.where):
+        with explain_lost_ranks(self.process_group):
             dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def across(self, inner: ProcessAxis) -> MeshAxis:
-        """The axis over those of its ranks that hold the same piece over ``inner``, its part."""
+    def complement(self, inner: ProcessAxis) -> MeshAxis:
+        """Returns the axis over the dimensions that its subaxis ``inner`` does not have."""
         dims = getattr(inner, "dims", ())
         others = tuple(dim for dim in self.dims if dim not in dims)
         if not others or len(others) + len(dims) != len(self.dims):
@@ -156,80 +164,84 @@ class MeshAxis(ProcessAxis):
                 f"dimensions {self.dims}: make both axes of one mesh, by the names of its "
                 "dimensions"
             )
-        if others in self._across:
-            return self._across[others]
-        made = MeshAxis(self._whole, others, bucket_bytes=self.bucket_bytes)
+        if others in self._complements:
+            return self._complements[others]
+        axis = MeshAxis(self._full_mesh, others, bucket_bytes=self.bucket_bytes)
         if not torch.compiler.is_dynamo_compiling():
             # torch 2.11's compiler keeps no process group that it has met in a trace.
-            self._across[others] = made
-        return made
+            self._complements[others] = axis
+        return axis
 
     def __repr__(self) -> str:
-        return str(self.where)
+        return str(self.process_group)
 
 
 class MeshGroup(NamedTuple):
-    """A process group, in words that a compiler can carry."""
+    """A process group by its name, which a compiler can hold as a constant."""
 
     name: str
     size: int
     dims: str
 
-    def begin(self, law: str, flat: Tensor) -> Tensor:
-        """Starts a law on a vector, by the functional collectives, which compile."""
-        if law == "psum":
+    def begin(self, op: str, flat: Tensor) -> Tensor:
+        """Launches a collective on a vector, by the functional collectives, which compile."""
+        if op == "psum":
             return torch_private.all_reduce(flat, "sum", self.name)
-        if law == "all_gather":
+        if op == "all_gather":
             return torch_private.all_gather(flat, self.size, self.name)
         return torch_private.reduce_scatter(flat, "sum", self.size, self.name)
 
-    def meet(self, law: str, x: Tensor) -> Tensor:
-        """The law on a plain tensor."""
-        if law == "pvary":
+    def run(self, op: str, x: Tensor) -> Tensor:
+        """Runs a collective on a plain tensor."""
+        if op == "pvary":
             return x.view_as(x)
         with explain_lost_ranks(self):
-            met = torch_private.wait(self.begin(law, x.reshape(-1)))
+            result = torch_private.wait(self.begin(op, x.reshape(-1)))
         shapes = {
             "psum": x.shape,
             "all_gather": (self.size, *x.shape),
             "psum_scatter": x.shape[1:],
         }
-        return met.view(shapes[law])
+        return result.view(shapes[op])
 
     def __str__(self) -> str:
-        return f"MeshAxis({self.dims}, {self.size} rank{'s' if self.size > 1 else ''})"
+        plural = "s" if self.size > 1 else ""
+        return f"MeshAxis({self.dims}, {self.size} rank{plural})"
 
 
-def current_device(kind: str) -> torch.device:
-    """The device of this type on which the process computes, with its index.
+def current_device(device_type: str) -> torch.device:
+    """Returns the device of this type on which the process computes, with its index.
 
     >>> current_device("cpu")
     device(type='cpu')
     """
-    if kind == "cpu":
+    if device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    index = torch.get_device_module(device_type).current_device()
+    return torch.device(device_type, index)
 
 
 LOST_CONNECTION = re.compile(
     r"connection|timed? ?out|peer|broken pipe|socket|read error|closed|aborted|remote process",
     re.IGNORECASE,
 )
-"""What backends say of ranks that are gone or late."""
+"""Matches the errors of backends for ranks that are gone or late."""
 
 
 @contextmanager
 def explain_lost_ranks(group: object) -> Iterator[None]:
-    """A context in which a broken connection is an error that says what to look for."""
+    """Turns a broken connection into a ``RankError`` that says what to look for."""
     try:
         yield
     except RuntimeError as error:
-        what, *_ = str(error).split("\n")
-        if not isinstance(error, dist.DistError) and not LOST_CONNECTION.search(what):
-            raise  # an argument that the backend does not take
+        message, *_ = str(error).split("\n")
+        if not isinstance(error, dist.DistError) and not LOST_CONNECTION.search(
+            message
+        ):
+            raise  # The backend does not take an argument.
         raise RankError(
             f"a collective over {group} failed: most likely another rank has died, or is late by "
             "more than the group's timeout, and its own output says why. This process group is "
             "lost: end the process, so that others do not wait for it, and start again from the "
-            f"last checkpoint, as torchrun --max-restarts does. The backend's message: {what}"
+            f"last checkpoint, as torchrun --max-restarts does. The backend's message: {message}"
         ) from error

@@ -1,33 +1,51 @@
-"""The laws of the collectives: each one's sum, transpose, tangent and batching, written once.
+"""The collectives: the sum, transpose, tangent and batching rule of each, defined once.
 
 The axes differ only in where the ranks are: a dimension of ``torch.vmap``, threads, processes.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+BatchRule: TypeAlias = Callable[[Tensor, int | None, int], tuple[Tensor, int | None]]
+
 
 class Collective(NamedTuple):
-    """One collective, as it is over a dimension that holds all ranks.
+    """The name of a collective's transpose, and its rule for a dimension that holds all ranks.
 
-    ``across(x, dim, size)`` returns the result and its dimension over ranks. ``dim`` is None where
-    x is the same on every rank, and None is returned where the result is.
+    ``batch_rule(x, dim, size)`` returns the result and its dimension over ranks. ``dim`` is None
+    if x is the same on every rank, and the rule returns None if the result is.
     """
 
     transpose: str
-    across: Callable[[Tensor, int | None, int], tuple[Tensor, int | None]]
+    batch_rule: BatchRule
 
 
 def _sum(x: Tensor, dim: int | None, size: int) -> Tensor:
-    return x * size if dim is None else x.sum(dim)
+    if dim is None:
+        return x * size
+    return x.sum(dim)
 
 
-def _stack(x: Tensor, dim: int | None, size: int) -> Tensor:
-    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+def _psum(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, None]:
+    return _sum(x, dim, size), None
+
+
+def _pvary(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, int | None]:
+    return x.view_as(x), dim
+
+
+def _all_gather(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, None]:
+    if dim is None:
+        return x.expand(size, *x.shape), None
+    return x.movedim(dim, 0), None
+
+
+def _psum_scatter(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, int]:
+    return _sum(x, dim, size), 0
 
 
 def _invariant(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, None]:
@@ -40,94 +58,95 @@ def _invariant(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, None]:
 
 
 COLLECTIVES = {
-    "psum": Collective("pvary", lambda x, dim, size: (_sum(x, dim, size), None)),
-    "pvary": Collective("psum", lambda x, dim, size: (x.view_as(x), dim)),
-    "all_gather": Collective(
-        "psum_scatter", lambda x, dim, size: (_stack(x, dim, size), None)
-    ),
-    "psum_scatter": Collective(
-        "all_gather", lambda x, dim, size: (_sum(x, dim, size), 0)
-    ),
+    "psum": Collective("pvary", _psum),
+    "pvary": Collective("psum", _pvary),
+    "all_gather": Collective("psum_scatter", _all_gather),
+    "psum_scatter": Collective("all_gather", _psum_scatter),
     "invariant": Collective("invariant", _invariant),
 }
 
 
 class ProcessGroup(Protocol):
-    """Ranks that run their own programs: they meet for a law on one plain tensor each."""
+    """Ranks that run their own programs."""
 
-    def meet(self, law: str, x: Tensor) -> Tensor: ...
+    def run(self, op: str, x: Tensor) -> Tensor:
+        """Runs a collective, to which each rank brings one plain tensor."""
 
 
 class _CollectiveFunction(Function):
-    """A law on one tensor, with its transpose, its tangent and its batching.
+    """A collective on one tensor, with its transpose, its tangent and its batching rule.
 
-    Ranks that run their own programs meet in ``where``. Ranks of one program are a dimension of
-    ``torch.vmap``: ``token`` is batched by the axis's own vmap and by no other. Any other vmap is
-    an ensemble, whose dimension is carried along behind the law's own.
+    Ranks that run their own programs form the process group ``process_group``. Ranks of one
+    program are a dimension of ``torch.vmap``: only the axis's own vmap batches ``rank_index``. Any
+    other vmap is an ensemble, whose dimension passes through as the last one.
     """
 
     @staticmethod
     def forward(
-        x: Tensor, token: Tensor | None, law: str, where: ProcessGroup | None
+        x: Tensor,
+        rank_index: Tensor | None,
+        op: str,
+        process_group: ProcessGroup | None,
     ) -> Tensor:
-        if where is None:
+        if process_group is None:
             raise RuntimeError(
-                f"{law} over an axis that is not mapped: call it inside axis.map"
+                f"{op} over an axis that is not mapped: call it inside axis.map"
             )
-        return where.meet(law, x)
+        return process_group.run(op, x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, token, ctx.law, ctx.where = inputs
-        ctx.save_for_backward(token)
-        ctx.save_for_forward(token)
+        _, rank_index, ctx.op, ctx.process_group = inputs
+        ctx.save_for_backward(rank_index)
+        ctx.save_for_forward(rank_index)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        (token,) = ctx.saved_tensors
-        return (
-            apply_op(cotangent, token, COLLECTIVES[ctx.law].transpose, ctx.where),
-            None,
-            None,
-            None,
-        )
+        (rank_index,) = ctx.saved_tensors
+        transpose = COLLECTIVES[ctx.op].transpose
+        result = apply_op(cotangent, rank_index, transpose, ctx.process_group)
+        return result, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        (token,) = ctx.saved_tensors
-        return apply_op(tangent, token, ctx.law, ctx.where)
+        (rank_index,) = ctx.saved_tensors
+        return apply_op(tangent, rank_index, ctx.op, ctx.process_group)
 
     @staticmethod
     def vmap(
         info: Any,
         in_dims: Any,
         x: Tensor,
-        token: Any,
-        law: str,
-        where: ProcessGroup | None,
+        rank_index: Any,
+        op: str,
+        process_group: ProcessGroup | None,
     ) -> Any:
-        dim, token_dim, _, _ = in_dims
-        if token_dim is not None:
-            return COLLECTIVES[law].across(x, dim, info.batch_size)
-        result = apply_op(x.movedim(dim, -1), token, law, where)
+        dim, rank_dim, *_ = in_dims
+        if rank_dim is not None:
+            return COLLECTIVES[op].batch_rule(x, dim, info.batch_size)
+        last = x.movedim(dim, -1)
+        result = apply_op(last, rank_index, op, process_group)
         return result, result.ndim - 1
 
 
 def apply_function(
-    x: Tensor, token: Tensor | None, law: str, where: ProcessGroup | None
+    x: Tensor, rank_index: Tensor | None, op: str, process_group: ProcessGroup | None
 ) -> Tensor:
-    """The law on one tensor, as autograd and functorch see it."""
+    """Runs a collective on one tensor, as autograd and functorch see it."""
     apply: Callable[..., Tensor] = _CollectiveFunction.apply
-    return apply(x, token, law, where)
+    return apply(x, rank_index, op, process_group)
 
 
 def apply_op(
-    x: Tensor, token: Tensor | None, law: str, where: ProcessGroup | None = None
+    x: Tensor,
+    rank_index: Tensor | None,
+    op: str,
+    process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """The law on one tensor, as a compiler sees it too."""
+    """Runs a collective on one tensor, also in a trace."""
     if torch.compiler.is_dynamo_compiling():
         # Marks ``apply_function`` for the compiler on import, which takes time.
         from purestep.axis import allow_in_graph
 
-        return allow_in_graph.apply_collective(x, token, law, where)
-    return apply_function(x, token, law, where)
+        return allow_in_graph.apply_collective(x, rank_index, op, process_group)
+    return apply_function(x, rank_index, op, process_group)

@@ -1,11 +1,10 @@
-"""A whole data-parallel group in one process: ranks as a dimension of ``torch.vmap``."""
+"""``VmapAxis``: the ranks of one process, as a dimension of ``torch.vmap``."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import optree
@@ -48,62 +47,62 @@ class VmapAxis:
         *,
         randomness: Literal["error", "same", "different"] = "error",
     ) -> Callable[..., Any]:
-        """``fn`` run by every rank.
+        """Makes a function that every rank runs.
 
-        ``in_dims`` and ``out_dims`` are as in ``torch.vmap``, for trees: an integer says which
-        dimension of the leaves runs over ranks, None that every rank has the same. An output of
-        ``out_dims=None`` must really be the same, which is checked: it comes from ``psum`` or from
-        shared inputs. ``randomness`` is that of ``torch.vmap`` as well, for functions that draw
-        from the global generator.
+        ``in_dims`` and ``out_dims`` are as in ``torch.vmap``, for trees: an integer is the
+        dimension of the leaves that runs over ranks, None means that every rank has the same. An
+        output of ``out_dims=None`` must really be the same, which is checked: it comes from
+        ``psum`` or from shared inputs. ``randomness`` is that of ``torch.vmap`` as well, for
+        functions that draw from the global generator.
         """
 
         def mapped(*args: Any) -> Any:
-            leaves, structure = tree.flatten(args)
-            shape: list[Any] = []
+            leaves, spec = tree.flatten(args)
+            # The trace of ``fn`` leaves here what vmap does not return: no tensors.
+            output_spec: list[tree.TreeSpec] = []
+            output_dims: list[int | None] = []
 
-            def rank(token: Tensor, *leaves: Any) -> list[Tensor]:
-                with bind_rank_indices([self], [token]):
-                    output = fn(*tree.unflatten(structure, leaves))
-                    dims = _broadcast_dims(out_dims, output, "out_dims")
-                    outputs, shape[:] = (
-                        tree.leaves(output),
-                        (tree.flatten(output)[1], dims),
-                    )
-                    return [
-                        leaf if dim is not None else self.apply("invariant", leaf)
-                        for leaf, dim in zip(outputs, dims, strict=True)
-                    ]
+            def run_rank(rank_index: Tensor, *leaves: Any) -> list[Tensor]:
+                with bind_rank_indices([self], [rank_index]):
+                    output = fn(*tree.unflatten(spec, leaves))
+                    outputs, spec_of_output = tree.flatten(output)
+                    output_spec[:] = [spec_of_output]
+                    output_dims[:] = _broadcast_dims(out_dims, output, "out_dims")
+                    for index, dim in enumerate(output_dims):
+                        if dim is None:
+                            outputs[index] = self.apply("invariant", outputs[index])
+                    return outputs
 
-            in_dims_ = (0, *_broadcast_dims(in_dims, args, "in_dims"))
-            run = torch.vmap(rank, in_dims_, randomness=randomness)
+            leaf_dims = _broadcast_dims(in_dims, args, "in_dims")
+            run = torch.vmap(run_rank, (0, *leaf_dims), randomness=randomness)
             results = run(torch.arange(self.size), *leaves)
-            output_structure, dims = shape
-            for at, dim in enumerate(dims):
-                results[at] = (
-                    results[at][0] if dim is None else results[at].movedim(0, dim)
-                )
-            return tree.unflatten(output_structure, results)
+            for index, dim in enumerate(output_dims):
+                if dim is None:
+                    results[index] = results[index][0]
+                else:
+                    results[index] = results[index].movedim(0, dim)
+            return tree.unflatten(output_spec[0], results)
 
         return mapped
 
     @property
     def index(self) -> Tensor:
-        """This rank's number, 0 to size - 1: a different one on every rank of ``map``."""
-        token = _rank_indices().get(self)
-        if token is None:
+        """The index of this rank, from 0 to size - 1, inside of ``map``."""
+        rank_index = _rank_indices().get(self)
+        if rank_index is None:
             raise RuntimeError(
                 f"{self} has ranks only while it maps: run the function that uses it through "
                 "axis.map(fn, in_dims, out_dims)"
             )
-        return token
+        return rank_index
 
-    def apply(self, law: str, x: Tensor) -> Tensor:
-        """The law over the vmap dimension of ``map``."""
-        return apply_op(x, self.index, law)
+    def apply(self, op: str, x: Tensor) -> Tensor:
+        """Runs a collective over the vmap dimension of ``map``."""
+        return apply_op(x, self.index, op)
 
-    def apply_tree(self, law: str, x: Tree) -> Tree:
-        """psum or pvary of every leaf."""
-        return tree.map(partial(self.apply, law), x)
+    def apply_tree(self, op: str, x: Tree) -> Tree:
+        """Runs psum or pvary on every leaf."""
+        return tree.map(lambda leaf: self.apply(op, leaf), x)
 
     def __repr__(self) -> str:
         return f"VmapAxis({self.size})"
@@ -113,37 +112,40 @@ _thread = threading.local()
 
 
 def _rank_indices() -> dict[VmapAxis, Tensor]:
-    """Of each axis that maps in this thread, what says which rank this is."""
-    tokens: dict[VmapAxis, Tensor] = getattr(_thread, "tokens", {})
-    return tokens
+    """Returns the rank index of each axis that maps in this thread."""
+    indices: dict[VmapAxis, Tensor] = getattr(_thread, "rank_indices", {})
+    return indices
 
 
 def mapped_axes() -> list[VmapAxis]:
-    """The axes that map in this thread."""
+    """Returns the axes that map in this thread."""
     return [*_rank_indices()]
 
 
 @contextmanager
 def bind_rank_indices(
-    axes: Sequence[VmapAxis], tokens: Sequence[Tensor]
+    axes: Sequence[VmapAxis], indices: Sequence[Tensor]
 ) -> Iterator[None]:
-    """Within it, these tokens are the axes' indices: while an axis maps, or is recomputed."""
+    """Sets the rank indices of axes in this thread, while they map, or what they mapped reruns."""
     outer = _rank_indices()
-    _thread.tokens = outer | dict(zip(axes, tokens, strict=True))
+    _thread.rank_indices = outer | dict(zip(axes, indices, strict=True))
     try:
         yield
     finally:
-        _thread.tokens = outer
+        _thread.rank_indices = outer
 
 
 def _broadcast_dims(dims: Any, args: Tree, name: str) -> list[int | None]:
-    """The dimension of every leaf of ``args``, from a tree of dimensions that may be a prefix."""
+    """Returns the dimension of every leaf of ``args``; the tree ``dims`` may be a prefix of it."""
     try:
-        found = optree.broadcast_prefix(
+        # A None in ``dims`` is a value, and one in ``args`` an empty subtree.
+        leaf_dims = optree.broadcast_prefix(
             dims, args, none_is_leaf=True, namespace=tree.NAMESPACE
         )
     except ValueError:
-        wanted = tree.format_spec(tree.flatten(args)[1])
-        raise ValueError(f"{name}={dims} does not fit a tree like {wanted}") from None
+        _, spec = tree.flatten(args)
+        text = tree.format_spec(spec)
+        raise ValueError(f"{name}={dims} does not fit a tree like {text}") from None
     leaves = optree.tree_leaves(args, none_is_leaf=True, namespace=tree.NAMESPACE)
-    return [dim for dim, leaf in zip(found, leaves, strict=True) if leaf is not None]
+    pairs = zip(leaf_dims, leaves, strict=True)
+    return [dim for dim, leaf in pairs if leaf is not None]

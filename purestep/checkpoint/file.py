@@ -1,4 +1,4 @@
-"""One file in the format of safetensors, with a checksum of its tensors in its metadata."""
+"""Writes and reads one file of safetensors, whose metadata holds a checksum of its tensors."""
 
 import ctypes
 import os
@@ -8,75 +8,92 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
 from purestep import state
-from purestep.state import NamedLeaf
+from purestep.state import NamedLeaves
 from purestep.tree import format_leaf
 from purestep.tree.shard import Shard
 
 File: TypeAlias = str | os.PathLike[str]
 
 UNFINISHED = ".unfinished"
-"""How a name ends of what is not whole yet, or no longer."""
+"""The suffix of files and folders that are not complete, or about to be removed."""
 
 
-def write(path: File, tensors: Mapping[str, Tensor]) -> None:
-    """Puts a file of these tensors in the place of the one that was there."""
-    tensors = {
-        name: tensor.cpu().contiguous() for name, tensor in sorted(tensors.items())
+def write_file(path: File, tensors: Mapping[str, Tensor]) -> None:
+    """Writes tensors to a file, which replaces the old one at once."""
+    sorted_tensors = {
+        name: tensors[name].cpu().contiguous() for name in sorted(tensors)
     }
-    place, checksum = Path(os.path.realpath(path)), 0
-    for name, tensor in tensors.items():
-        checksum = _sum(name, tensor, checksum)
+    checksum = 0
+    for name, tensor in sorted_tensors.items():
+        checksum = _add_to_checksum(checksum, name, tensor)
+    target = Path(os.path.realpath(path))
     with (
-        naming(path),
-        TemporaryDirectory(UNFINISHED, f"{place.name}.", place.parent) as folder,
+        path_in_errors(path),
+        TemporaryDirectory(UNFINISHED, f"{target.name}.", target.parent) as folder,
     ):
-        new, blank = Path(folder, "new"), Path(folder, "blank")
-        specs = {name: _spec(tensor) for name, tensor in tensors.items()}
+        new = Path(folder, "new")
+        specs = {name: _make_spec(tensor) for name, tensor in sorted_tensors.items()}
         serialize_file(specs, new, {"format": "pt", "crc32": f"{checksum:08x}"})
-        blank.touch()  # with the rights of any new file
-        shutil.copymode(place if place.exists() else blank, new)
+        blank = Path(folder, "blank")
+        blank.touch()  # It has the permissions of any new file.
+        shutil.copymode(target if target.exists() else blank, new)
         with new.open("rb") as file:
             os.fsync(file.fileno())
-        os.replace(new, place)
+        os.replace(new, target)
 
 
-def read(
-    path: File, slots: Mapping[str, NamedLeaf]
-) -> tuple[dict[str, NamedLeaf], str]:
-    """The values of a file in fresh memory, of a ``Shard`` the piece; and their checksum."""
-    fresh = {name: state.empty_like(slot) for name, slot in slots.items()}
-    found, checksum = dict[str, str](), 0
+class SavedLeaves(NamedTuple):
+    """Holds leaves that were read from a checkpoint.
+
+    Attributes:
+        leaves: by name, in new memory.
+        save_id: tells apart two saves under one path.
+    """
+
+    leaves: NamedLeaves
+    save_id: str
+
+
+def read_file(path: File, like: NamedLeaves) -> SavedLeaves:
+    """Reads the leaves of ``like`` from a file; of a ``Shard``, this rank's part.
+
+    The id of the save is the checksum.
+    """
+    loaded = {name: state.empty_like(leaf) for name, leaf in like.items()}
+    formatted = {}
+    checksum = 0
     try:
         # Not mapped: that opens the file twice, and it may be replaced in between.
         with safe_open(os.fspath(path), "pt", backend="pread") as file:
             for name in sorted(file.keys()):
-                values = file.get_tensor(name)
-                found[name], checksum = (
-                    format_leaf(values),
-                    _sum(name, values, checksum),
-                )
-                slot = fresh.get(name)
-                if slot is not None and state.format_named_leaf(slot) == found[name]:
-                    if isinstance(slot, Shard):
-                        values = values.narrow(slot.dim, *slot.spec.local_range)
-                    state.local_tensor(slot).copy_(values)
+                tensor = file.get_tensor(name)
+                checksum = _add_to_checksum(checksum, name, tensor)
+                formatted[name] = format_leaf(tensor)
+                leaf = loaded.get(name)
+                if leaf is None or state.format_named_leaf(leaf) != formatted[name]:
+                    continue  # check_fit names all such differences.
+                if isinstance(leaf, Shard):
+                    start, length = leaf.spec.local_range
+                    tensor = tensor.narrow(leaf.dim, start, length)
+                state.local_tensor(leaf).copy_(tensor)
             metadata = file.metadata() or {}
     except SafetensorError as error:
-        raise damaged(path) from error
-    state.check_fit(found, slots, os.fspath(path))
-    if metadata.get("crc32") != (computed := f"{checksum:08x}"):
-        raise damaged(path)
-    return fresh, computed
+        raise make_damage_error(path) from error
+    state.check_fit(formatted, like, os.fspath(path))
+    save_id = f"{checksum:08x}"
+    if metadata.get("crc32") != save_id:
+        raise make_damage_error(path)
+    return SavedLeaves(loaded, save_id)
 
 
-def damaged(path: File) -> ValueError:
-    """The error for bytes that ``save`` did not write."""
+def make_damage_error(path: File) -> ValueError:
+    """Makes the error for bytes that ``save`` did not write."""
     return ValueError(
         f"{os.fspath(path)} is no checkpoint of ps.checkpoint.save, or was cut short or changed "
         "since: take an earlier one, or begin anew with another name"
@@ -84,31 +101,35 @@ def damaged(path: File) -> ValueError:
 
 
 @contextmanager
-def naming(path: File) -> Iterator[None]:
-    """Errors of the system name the file, and what to do."""
+def path_in_errors(path: File) -> Iterator[None]:
+    """Adds the path, and what to do, to errors of the system."""
     try:
         yield
     except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise OSError(
-            f"{os.fspath(path)} cannot be written ({getattr(error, 'strerror', None) or error}): "
+            f"{os.fspath(path)} cannot be written ({reason}): "
             "name a file in a folder that has room. A tree with Shard makes a folder, which is "
             "never replaced: give each a different name, as save_step does"
         ) from error
 
 
-def _spec(tensor: Tensor) -> TensorSpec:
-    """What safetensors takes; its ``save_file`` needs numpy."""
+def _make_spec(tensor: Tensor) -> TensorSpec:
+    """Describes a tensor to safetensors, whose own ``save_file`` needs numpy."""
     # Without "_x2" it refuses two numbers of four bits in a byte, which it writes and cannot read.
-    dtype, at = str(tensor.dtype)[6:].removesuffix("_x2"), tensor.data_ptr()
+    dtype = str(tensor.dtype).removeprefix("torch.").removesuffix("_x2")
     return TensorSpec(
-        dtype=dtype, shape=tensor.shape, data_ptr=at, data_len=tensor.nbytes
+        dtype=dtype,
+        shape=tensor.shape,
+        data_ptr=tensor.data_ptr(),
+        data_len=tensor.nbytes,
     )
 
 
-def _sum(name: str, tensor: Tensor, checksum: int) -> int:
-    """Goes on with the checksum of names, dtypes, shapes and values."""
+def _add_to_checksum(checksum: int, name: str, tensor: Tensor) -> int:
+    """Continues a checksum by a tensor's name, dtype, shape and values."""
     checksum = zlib.crc32(f"{name}: {format_leaf(tensor)}".encode(), checksum)
     if not tensor.nbytes:
-        return checksum  # Of the null pointer of an empty tensor, crc32 would begin again at 0.
+        return checksum  # For the null pointer of an empty tensor, crc32 would start again at 0.
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     return zlib.crc32(memory, checksum)

@@ -1,13 +1,14 @@
-"""A folder for a tree whose tensors are sharded over ranks: ``torch.distributed.checkpoint``.
+"""Writes and reads a folder, for trees whose tensors are sharded over ranks.
 
-Each rank writes a file with its pieces, and one rank ``.metadata``, a pickle that says where each
-piece is. The last four bytes of each file are the checksum of the others; readers pass over them.
+The format is that of ``torch.distributed.checkpoint``. Each rank writes a file with its shards, and
+one rank ``.metadata``, a pickle that says where each shard is. The last four bytes of each file are
+the checksum of the others; torch's readers pass over them.
 """
 
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -16,10 +17,16 @@ import torch.distributed as dist
 from purestep import state, tree as trees
 from purestep.axis import RankError
 from purestep.axis.mesh import explain_lost_ranks
-from purestep.checkpoint import file
-from purestep.checkpoint.file import UNFINISHED, File, damaged, naming
+from purestep.checkpoint.file import (
+    UNFINISHED,
+    File,
+    SavedLeaves,
+    make_damage_error,
+    path_in_errors,
+    write_file,
+)
 from purestep.sharding import to_dtensor
-from purestep.state import NamedLeaf
+from purestep.state import NamedLeaves
 from purestep.sync.handshake import hash64
 from purestep.tree.shard import is_shard
 from purestep.types import Tree
@@ -27,51 +34,71 @@ from purestep.types import Tree
 T = TypeVar("T")
 
 Group: TypeAlias = Any
-"""A process group; None for one process, or for each by itself."""
+"""A process group; None where each process saves and loads by itself."""
 
-_SEALED = 0x2144DF1C
-"""The CRC-32 of any bytes with their CRC-32 after them."""
+_CRC_OF_SEALED = 0x2144DF1C
+"""The CRC-32 of any bytes that end in their own CRC-32."""
 
 
-def world(tree: Tree) -> Group:
-    """All processes, where a tensor is sharded over some of them; refused where there are none."""
-    if not any(map(is_shard, trees.flatten(tree, is_shard)[0])):
+def save_group(tree: Tree) -> Group:
+    """Returns the group of all processes if a tensor is sharded, else None."""
+    nodes, _ = trees.flatten(tree, is_shard)
+    if not any(is_shard(node) for node in nodes):
         return None
-    dist.get_rank()  # which torch refuses where there is no process group
+    dist.get_rank()  # It raises where there is no process group.
     return dist.group.WORLD
 
 
 def is_first(group: Group) -> bool:
-    """Whether this rank does what one of them has to do."""
+    """Tells whether this rank does what only one of them has to do."""
     return group is None or dist.get_rank(group) == 0
 
 
-def agreed(
-    group: Group, act: Callable[[], T], said: Callable[[T], set[str]] = lambda _: set()
+def on_all_ranks(
+    group: Group,
+    act: Callable[[], T],
+    describe: Callable[[T], set[str]] = lambda _: set(),
 ) -> T:
-    """What ``act`` returns on this rank; what is ``said`` of it must be the same on all ranks.
+    """Calls ``act`` on all ranks; raises on all if it fails on one, or if results differ.
 
-    A rank on which it raises raises that; the others raise a ``RankError`` that names the rank.
+    The rank on which it fails raises its own error, the others a ``RankError`` that names the rank.
+
+    Args:
+        group: the ranks. None: only this process calls ``act``.
+        act: a function without arguments.
+        describe: returns what must be equal on all ranks of a result of ``act``.
     """
     if group is None:
         return act()
     error: Exception | None = None
-    mine: set[str] = set()
+    description: set[str] = set()
+    status: int | str
     try:
         result = act()
-        mine = said(result)
-        note: int | str = hash64(sorted(mine))
+        description = describe(result)
+        status = hash64(sorted(description))
     except Exception as caught:
-        error, note = caught, repr(caught)
-    notes = gather_objects(group, note)
-    for rank, other in enumerate(notes):
+        error = caught
+        status = repr(caught)
+    statuses = gather_objects(group, status)
+    for rank, other in enumerate(statuses):
         if isinstance(other, str):
-            raise error or RankError(
-                f"rank {rank} failed, and all ranks with it: {other}"
-            )
-    if len({*notes}) > 1:
-        raise difference(group, mine)
+            if error is not None:
+                raise error
+            raise RankError(f"rank {rank} failed, and all ranks with it: {other}")
+    if len({*statuses}) > 1:
+        raise make_difference_error(group, description)
     return result
+
+
+def on_first_rank(group: Group, act: Callable[[], None]) -> None:
+    """Calls ``act`` on the first rank alone; raises on all if it fails."""
+
+    def act_if_first() -> None:
+        if is_first(group):
+            act()
+
+    on_all_ranks(group, act_if_first)
 
 
 def gather_objects(group: Group, value: Any) -> list[Any]:
@@ -82,102 +109,110 @@ def gather_objects(group: Group, value: Any) -> list[Any]:
     return values
 
 
-def difference(group: Group, mine: set[str]) -> ValueError:
-    """Names the first rank that differs from rank 0, which alone sends all that it has."""
-    first: list[Any] = [mine]
-    dist.broadcast_object_list(first, group=group, group_src=0)
-    differences = gather_objects(group, min(mine ^ first[0], default=None))
-    rank, what = next(
-        (rank, what) for rank, what in enumerate(differences) if what is not None
-    )
+def make_difference_error(group: Group, description: set[str]) -> ValueError:
+    """Makes the error that names the first rank whose description differs from rank 0's.
+
+    Rank 0 alone sends its whole description, each other rank one difference.
+    """
+    received: list[Any] = [description]
+    dist.broadcast_object_list(received, group=group, group_src=0)
+    difference = min(description ^ received[0], default=None)
+    differences = gather_objects(group, difference)
+    rank = next(i for i, other in enumerate(differences) if other is not None)
     return ValueError(
-        f"rank {rank} differs from rank 0 in {what}: give all ranks one path, on a disk that they "
-        "share, and trees of one structure"
+        f"rank {rank} differs from rank 0 in {differences[rank]}: give all ranks one path, on a "
+        "disk that they share, and trees of one structure"
     )
 
 
-def write(path: File, slots: Mapping[str, NamedLeaf], group: Group) -> None:
-    """Writes what all ranks hold, each its pieces, and gives the folder its name; alone, a file."""
+def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
+    """Writes the shards of all ranks to a folder, or without a group the tensors to a file."""
     if group is None:
-        return file.write(
-            path, {name: state.local_tensor(slot) for name, slot in slots.items()}
-        )
-    from torch.distributed.checkpoint.api import (
-        CheckpointException,
-    )  # takes a second to import
+        tensors = {name: state.local_tensor(leaf) for name, leaf in leaves.items()}
+        write_file(path, tensors)
+        return
+    # Their import takes a second.
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    place, first = os.path.realpath(path), is_first(group)
-    folder, own = Path(place + UNFINISHED), f"__{dist.get_rank(group)}_*"
-    with naming(path):
+    target = os.path.realpath(path)
+    unfinished = Path(target + UNFINISHED)
+
+    def remove_unfinished() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+    def append_checksums() -> None:
+        for file in unfinished.glob(f"__{dist.get_rank(group)}_*"):
+            _append_crc(file)
+        if is_first(group):
+            _append_crc(unfinished / ".metadata")
+
+    def rename_to_target() -> None:
+        unfinished.rename(target)
+
+    with path_in_errors(path):
         try:
-            # What a program that was killed has left goes before any rank makes the folder.
-            agreed(
-                group,
-                lambda: shutil.rmtree(folder, ignore_errors=True) if first else None,
-            )
-            save(to_dtensor(dict(slots)), checkpoint_id=folder, process_group=group)
-            agreed(
-                group,
-                lambda: _seal([*folder.glob(own), *[folder / ".metadata"] * first]),
-            )
-            agreed(group, lambda: folder.rename(place) if first else None)
-        except CheckpointException as failed:  # which is no Exception
-            rank, (error, _) = min(failed.failures.items())
+            # Removes what a killed program wrote, before any rank makes the folder.
+            on_first_rank(group, remove_unfinished)
+            tensors = to_dtensor(dict(leaves))
+            save(tensors, checkpoint_id=unfinished, process_group=group)
+            on_all_ranks(group, append_checksums)
+            on_first_rank(group, rename_to_target)
+        except CheckpointException as failure:  # It is no Exception.
+            rank, (error, _) = min(failure.failures.items())
             raise OSError(f"rank {rank}: {error}") from error
         finally:
-            if first:
-                shutil.rmtree(folder, ignore_errors=True)
+            if is_first(group):
+                remove_unfinished()
 
 
-def read(
-    path: File, slots: Mapping[str, NamedLeaf]
-) -> tuple[dict[str, NamedLeaf], str]:
-    """The values of a folder in fresh memory, of a ``Shard`` the piece; and the name of its save.
+def read_folder(path: File, like: NamedLeaves) -> SavedLeaves:
+    """Reads the leaves of ``like`` from a folder; of a ``Shard``, this rank's part.
 
-    Each rank reads for itself, and only the files that hold its pieces.
+    Each rank reads for itself, and only the files that hold its shards.
     """
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    folder, planner, reader = Path(path), DefaultLoadPlanner(), FileSystemReader(path)
-    _check(folder / ".metadata")
+    folder = Path(path)
+    reader = FileSystemReader(path)
+    _check_crc(folder / ".metadata")
     metadata: Any = reader.read_metadata()
-    entries = metadata.state_dict_metadata.items()
-    found = {
-        name: f"{e.properties.dtype} of shape {tuple(e.size)}" for name, e in entries
-    }
-    state.check_fit(found, slots, os.fspath(path))
-    fresh = {name: state.empty_like(slot) for name, slot in slots.items()}
-    planner.set_up_planner(to_dtensor(fresh), metadata)
+    formatted = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        formatted[name] = f"{entry.properties.dtype} of shape {tuple(entry.size)}"
+    state.check_fit(formatted, like, os.fspath(path))
+    loaded = {name: state.empty_like(leaf) for name, leaf in like.items()}
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(to_dtensor(loaded), metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.create_local_plan()
-    for name in {
-        metadata.storage_data[item.storage_index].relative_path for item in plan.items
-    }:
-        _check(folder / name)
+    storage = metadata.storage_data
+    files = {storage[item.storage_index].relative_path for item in plan.items}
+    for file in files:
+        _check_crc(folder / file)
     reader.read_data(plan, planner).wait()
-    return fresh, str(metadata.storage_meta.save_id)
+    return SavedLeaves(loaded, str(metadata.storage_meta.save_id))
 
 
-def _seal(files: list[Path]) -> None:
-    """Adds the checksum of each of these files to its end."""
-    for path in files:
-        checksum = _sum(path)
-        with path.open("ab", buffering=0) as end:
-            end.write(checksum.to_bytes(4, "little"))
-            os.fsync(end.fileno())
+def _append_crc(path: Path) -> None:
+    """Appends the checksum of a file to it, and flushes it to the disk."""
+    checksum = _compute_crc(path)
+    with path.open("ab", buffering=0) as file:
+        file.write(checksum.to_bytes(4, "little"))
+        os.fsync(file.fileno())
 
 
-def _check(path: Path) -> None:
-    """Refuses a file that does not end in its checksum."""
-    if not path.exists() or _sum(path) != _SEALED:
-        raise damaged(path)
+def _check_crc(path: Path) -> None:
+    """Raises unless a file ends in its checksum."""
+    if not path.exists() or _compute_crc(path) != _CRC_OF_SEALED:
+        raise make_damage_error(path)
 
 
-def _sum(path: Path) -> int:
+def _compute_crc(path: Path) -> int:
+    """Computes the CRC-32 of a file, from a few megabytes at a time."""
     checksum = 0
-    with path.open("rb") as content:
-        while chunk := content.read(2**22):
+    with path.open("rb") as file:
+        while chunk := file.read(2**22):
             checksum = zlib.crc32(chunk, checksum)
     return checksum

@@ -1,4 +1,4 @@
-"""Trees in files and folders: saved, in series and in the background, loaded and exported."""
+"""Saves trees, also in series and in the background; loads and exports them."""
 
 import os
 import re
@@ -14,13 +14,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from purestep import state, tree as trees
-from purestep.checkpoint import file, folder
-from purestep.checkpoint.file import UNFINISHED, File, naming
-from purestep.checkpoint.folder import Group, agreed, is_first, world
+from purestep.checkpoint.file import (
+    UNFINISHED,
+    File,
+    SavedLeaves,
+    path_in_errors,
+    read_file,
+    write_file,
+)
+from purestep.checkpoint.folder import (
+    Group,
+    is_first,
+    on_all_ranks,
+    on_first_rank,
+    read_folder,
+    save_group,
+    write_folder,
+)
 from purestep.sharding import unshard
-from purestep.state import NamedLeaf
+from purestep.state import NamedLeaves
 from purestep.tree.shard import Shard
 from purestep.types import Tree
+
+_CHECKPOINT = re.compile(r"[0-9]{8,}")
+
+# A killed save leaves 00000100.<random>.unfinished, a killed removal 00000100.unfinished.
+_UNFINISHED_CHECKPOINT = re.compile(r"[0-9]{8,}.*" + re.escape(UNFINISHED))
 
 
 def save(path: File, tree: Tree) -> None:
@@ -32,7 +51,7 @@ def save(path: File, tree: Tree) -> None:
     cannot hold complex128 and complex32.
 
     A tree with ``Shard`` over a ``MeshAxis`` goes to a folder, by ``torch.distributed.checkpoint``.
-    All processes call ``save``, and each writes its pieces. Replicated tensors are written once.
+    All processes call ``save``, and each writes its shards. Replicated tensors are written once.
     The folder appears when it is complete. Its name must be new. An error on one rank is an error
     on all: a ``RankError`` where the rank's own error cannot be raised.
 
@@ -44,23 +63,21 @@ def save(path: File, tree: Tree) -> None:
     ...
     OSError: nowhere/state cannot be written (No such file or directory): name a file in a ...
     """
-    group = world(tree)
-    folder.write(path, read_named_leaves(path, tree, group), group)
+    group = save_group(tree)
+    leaves = agree_on_leaves(path, tree, group)
+    write_folder(path, leaves, group)
 
 
-def read_named_leaves(path: File, tree: Tree, group: Group) -> dict[str, NamedLeaf]:
-    """What this rank saves; refused where ranks differ."""
+def agree_on_leaves(path: File, tree: Tree, group: Group) -> NamedLeaves:
+    """Returns the leaves that this rank saves; raises on all ranks if they differ."""
 
-    def kinds(slots: Mapping[str, NamedLeaf]) -> set[str]:
-        return {
-            os.fspath(path),
-            *(
-                f"{name}, {state.format_named_leaf(slot)}"
-                for name, slot in slots.items()
-            ),
-        }
+    def describe(leaves: NamedLeaves) -> set[str]:
+        description = {os.fspath(path)}
+        for name, leaf in leaves.items():
+            description.add(f"{name}, {state.format_named_leaf(leaf)}")
+        return description
 
-    return agreed(group, lambda: state.named_leaves(tree), kinds)
+    return on_all_ranks(group, lambda: state.named_leaves(tree), describe)
 
 
 def load(path: File, like: Tree) -> Tree:
@@ -71,7 +88,7 @@ def load(path: File, like: Tree) -> Tree:
     nothing. A folder holds a pickle, so load no folder that you do not trust.
 
     Any number of ranks can load it, whatever number saved it. Where ``like`` has a ``Shard``, each
-    rank loads its piece. Where ``like`` has a tensor, each rank loads all of it. If ``like`` has a
+    rank loads its shard. Where ``like`` has a tensor, each rank loads all of it. If ``like`` has a
     ``Shard``, all processes call ``load``.
 
     >>> import tempfile
@@ -84,22 +101,26 @@ def load(path: File, like: Tree) -> Tree:
       tree['w'] is torch.float32 of shape (2,); like has torch.float32 of shape (3,)
     """
 
-    read = folder.read if os.path.isdir(path) else file.read
-    fresh, _ = agreed(
-        world(like),
-        lambda: read(path, state.named_leaves(like)),
-        lambda it: {f"{path}, {it[1]}"},
-    )
-    return trees.unflatten(
-        trees.flatten(like)[1], [*map(state.local_tensor, fresh.values())]
-    )
+    def read() -> SavedLeaves:
+        expected = state.named_leaves(like)
+        if os.path.isdir(path):
+            return read_folder(path, expected)
+        return read_file(path, expected)
+
+    def describe(saved: SavedLeaves) -> set[str]:
+        return {f"{path}, {saved.save_id}"}
+
+    saved = on_all_ranks(save_group(like), read, describe)
+    tensors = [state.local_tensor(leaf) for leaf in saved.leaves.values()]
+    _, spec = trees.flatten(like)
+    return trees.unflatten(spec, tensors)
 
 
 def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> None:
     """Writes named tensors to one file of safetensors, for tools such as transformers.
 
     If there is a ``Shard`` among them, all processes call this together. They gather one tensor
-    after the other. The first process holds all of them on the host, and writes the file.
+    after the other. The first process collects them in host memory, and writes the file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -107,20 +128,22 @@ def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> Non
     ...     os.listdir(folder)
     ['model.safetensors']
     """
-    for name, each in tensors.items():
-        if not isinstance(each, Tensor | Shard) or name == "__metadata__":
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor | Shard) or name == "__metadata__":
             raise TypeError(
                 f"export takes tensors by name, such as the params of ps.from_module: {name!r} is "
-                f"{trees.format_leaf(each)}; '__metadata__' is the name of something "
-                "else in the format"
+                f"{trees.format_leaf(tensor)}; '__metadata__' is the name of "
+                "something else in the format"
             )
-    group, wholes = world(dict(tensors)), {}
-    slots = read_named_leaves(path, dict(tensors), group)
-    for name, slot in zip(sorted(tensors), slots.values(), strict=True):
-        whole = unshard(slot)
+    tree = dict(tensors)
+    group = save_group(tree)
+    leaves = agree_on_leaves(path, tree, group)
+    full_tensors = {}
+    for name, leaf in zip(sorted(tensors), leaves.values(), strict=True):
+        full_tensor = unshard(leaf)
         if is_first(group):
-            wholes[name] = whole.cpu()
-    agreed(group, lambda: file.write(path, wholes) if is_first(group) else None)
+            full_tensors[name] = full_tensor.cpu()
+    on_first_rank(group, lambda: write_file(path, full_tensors))
 
 
 def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
@@ -136,9 +159,9 @@ def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
     ...     sorted(path.name for path in Path(folder).iterdir())
     ['00000300', '00000400', '00000500']
     """
-    path = begin(folder, step, keep)
+    path = prepare_step_path(folder, step, keep)
     save(path, tree)
-    prune(path, keep, world(tree))
+    prune_checkpoints(path, keep, save_group(tree))
 
 
 def latest_checkpoint(folder: File) -> Path | None:
@@ -150,49 +173,58 @@ def latest_checkpoint(folder: File) -> Path | None:
     ...     latest_checkpoint(folder).name, latest_checkpoint(f"{folder}/elsewhere")
     ('00000100', None)
     """
-    return max(_found(folder), key=_step, default=None)
+    return max(_list_matches(folder, _CHECKPOINT), key=_parse_step, default=None)
 
 
-def begin(folder: File, step: int, keep: int) -> Path:
-    """Where a step is saved, in a folder that is there; refused where it holds a later one."""
-    for name, number, least in [("step", step, 0), ("keep", keep, 1)]:
-        if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise ValueError(
-                f"{name}={number!r} must be a whole number, {least} or more"
-            )
-    with naming(folder):
+def prepare_step_path(folder: File, step: int, keep: int) -> Path:
+    """Makes the folder and returns the path of a step; raises if a later step is there."""
+    _check_at_least("step", step, 0)
+    _check_at_least("keep", keep, 1)
+    with path_in_errors(folder):
         Path(folder).mkdir(exist_ok=True)
     last = latest_checkpoint(folder)
-    if last is not None and _step(last) > step:
+    if last is not None and _parse_step(last) > step:
         raise ValueError(
-            f"{folder} holds step {_step(last)}, which is later than {step}: remove what is later, "
-            "or save to a different folder"
+            f"{folder} holds step {_parse_step(last)}, which is later than {step}: remove what is "
+            "later, or save to a different folder"
         )
     return Path(folder, f"{step:08}")
 
 
-def prune(path: Path, keep: int, group: Group) -> None:
-    """Removes what this checkpoint makes superfluous, and what killed programs have left."""
+def _check_at_least(name: str, number: int, minimum: int) -> None:
+    """Raises unless an argument is an int from ``minimum`` on."""
+    is_int = isinstance(number, int) and not isinstance(number, bool)
+    if not is_int or number < minimum:
+        raise ValueError(f"{name}={number!r} must be a whole number, {minimum} or more")
+
+
+def prune_checkpoints(path: Path, keep: int, group: Group) -> None:
+    """Removes all but the last ``keep`` checkpoints, and what killed programs wrote before."""
     if not is_first(group):
         return
     with suppress(FileNotFoundError):  # Another program does the same here.
-        for old in sorted(_found(path.parent), key=_step)[:-keep]:
-            old.rename(f"{old}{UNFINISHED}")  # so that half of one is none
-        for left in _found(path.parent, rf".*\{UNFINISHED}"):
-            if _step(left) < _step(path):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        checkpoints = _list_matches(path.parent, _CHECKPOINT)
+        checkpoints.sort(key=_parse_step)
+        for old in checkpoints[:-keep]:
+            # Renamed first: a checkpoint that is removed in part must not look complete.
+            old.rename(f"{old}{UNFINISHED}")
+        step = _parse_step(path)
+        for unfinished in _list_matches(path.parent, _UNFINISHED_CHECKPOINT):
+            if _parse_step(unfinished) >= step:
+                continue
+            if unfinished.is_dir():
+                shutil.rmtree(unfinished)
+            else:
+                unfinished.unlink()
 
 
-def _found(folder: File, end: str = "") -> list[Path]:
-    """The checkpoints in a folder, or what has the name of one and this end."""
-    return [
-        path
-        for path in Path(folder).glob("*")
-        if re.fullmatch(f"[0-9]{{8,}}{end}", path.name)
-    ]
+def _list_matches(folder: File, name: re.Pattern[str]) -> list[Path]:
+    """Lists the files and folders in a folder that have such a name."""
+    return [path for path in Path(folder).glob("*") if name.fullmatch(path.name)]
 
 
-def _step(path: Path) -> int:
+def _parse_step(path: Path) -> int:
+    """Reads the step from the name of a checkpoint."""
     return int(path.name.split(".")[0])
 
 
@@ -225,63 +257,74 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
         self._saving: Future[None] | None = None
         self._copies: dict[str, Tensor] = {}
         self._groups: list[Group] = []
-        # A program that ends while gloo's threads let go of Python's tensors is aborted; this joins
-        # them before, since it also runs where the program ends.
-        weakref.finalize(self, _destroy, self._groups)
+        # A program that ends while gloo's threads let go of Python's tensors is aborted. Destroying
+        # the group joins them before, since finalizers also run at the end of the program.
+        weakref.finalize(self, _destroy_groups, self._groups)
 
     def save(self, path: File, tree: Tree) -> None:
-        """``save(path, tree)``, which goes on when this returns."""
+        """Begins ``save``, and returns when the tensors are copied."""
         self.wait()
-        self._begin(path, tree)
+        self._start(path, tree)
 
     def save_step(self, folder: File, step: int, tree: Tree, keep: int = 3) -> None:
-        """``save_step(folder, step, tree, keep)``, which goes on when this returns."""
+        """Begins ``save_step``, and returns when the tensors are copied."""
         self.wait()
-        self._begin(begin(folder, step, keep), tree, keep)
+        path = prepare_step_path(folder, step, keep)
+        self._start(path, tree, keep)
 
     def wait(self) -> None:
-        """Returns when all is on the disk, or raises what went wrong."""
-        saving, self._saving = self._saving, None
+        """Waits until all is on the disk, and raises what went wrong."""
+        saving = self._saving
+        self._saving = None
         if saving is not None:
             saving.result()
 
-    def _begin(self, path: File, tree: Tree, keep: int | None = None) -> None:
-        group = world(tree)
+    def _start(self, path: File, tree: Tree, keep: int | None = None) -> None:
+        """Copies the tensors and saves them in a thread."""
+        group = save_group(tree)
         if group is not None:
-            self._groups[:] = self._groups or [dist.new_group(backend="gloo")]
+            if not self._groups:
+                self._groups.append(dist.new_group(backend="gloo"))
             group = self._groups[0]
-        slots = read_named_leaves(path, tree, group)
-        copies = {
-            name: state.assign_leaf(s, self._copy(name, state.local_tensor(s)))
-            for name, s in slots.items()
-        }
+        copies: NamedLeaves = {}
+        for name, leaf in agree_on_leaves(path, tree, group).items():
+            copy = self._copy_to_host(name, state.local_tensor(leaf))
+            copies[name] = state.replace_local(leaf, copy)
 
-        def act(_: AsyncCheckpointer) -> None:
-            folder.write(path, copies, group)
+        def write(_: AsyncCheckpointer) -> None:
+            write_folder(path, copies, group)
             if keep is not None:
-                prune(Path(path), keep, group)
+                prune_checkpoints(Path(path), keep, group)
 
-        thread = ThreadPoolExecutor(
-            1, "checkpoint"
-        )  # which Python waits for where it ends
-        self._saving = thread.submit(act, self)  # which is kept until then
+        # Python waits for the threads of an executor where it ends.
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        # Its argument keeps self, and so the process group, until the save ends.
+        self._saving = thread.submit(write, self)
         thread.shutdown(wait=False)
 
-    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+    def _copy_to_host(self, name: str, tensor: Tensor) -> Tensor:
+        """Copies a tensor to the host, into the memory of its last copy if that fits."""
         copy = self._copies.get(name)
-        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-            copy = self._copies[name] = torch.empty_like(tensor, device="cpu")
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = torch.empty_like(tensor, device="cpu")
+            self._copies[name] = copy
         return copy.copy_(tensor)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         try:
-            with suppress(*[Exception] * (kind is not None)):
+            if error_type is None:
                 self.wait()
+            else:
+                # An error of the block is not replaced by one of the save.
+                with suppress(Exception):
+                    self.wait()
         finally:
-            _destroy(self._groups)
+            _destroy_groups(self._groups)
 
 
-def _destroy(groups: list[Group]) -> None:
+def _destroy_groups(groups: list[Group]) -> None:
+    """Destroys process groups, and empties the list."""
     while groups:
-        with suppress(ValueError):  # of a program that has destroyed all groups
+        # It raises if the program has destroyed all groups.
+        with suppress(ValueError):
             dist.destroy_process_group(groups.pop())

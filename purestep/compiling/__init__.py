@@ -1,7 +1,7 @@
-"""``compile=`` of a step and ``ps.compile``: ``torch.compile`` with public options.
+"""Compiles steps and functions: ``torch.compile`` with public options.
 
-``graph``: one graph of a function, or the reason why there is none. ``cpu``: what is rewritten in
-graphs for CPUs.
+``graph``: one graph of a function, or the reason why there is none. ``cpu``: rewrites of graphs for
+CPUs.
 """
 
 from purestep.compiling.graph import Compiler, compile

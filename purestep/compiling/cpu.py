@@ -1,12 +1,12 @@
-"""What is rewritten in a graph for CPUs, before the compiler makes kernels of it.
+"""Rewrites graphs for CPUs before the compiler makes kernels of them.
 
-Values stay the same, to rounding. Three rewrites, which the compiler calls by its public option
+Values stay the same, up to rounding. The compiler calls three rewrites by its public option
 ``post_grad_custom_post_pass``:
 
 * ``c + a @ b`` becomes a product and a sum, which joins the next kernel.
 * Large float32 products go to oneDNN, except on Intel's processors. MKL, which the compiler takes,
   keeps to half-width vectors on processors of other makers.
-* Values that are costly, few and used by many are computed once: Adam's powers bᵗ are two numbers
+* Values that are costly, few and used by many are computed once. Adam's powers bᵗ are two numbers
   for a network, and the compiler computes them in each loop over elements.
 
 The import defines an operator, so it happens with the first function that is compiled.
@@ -24,34 +24,48 @@ from purestep.torch_private import graph_pass, onednn_linear
 
 _aten = torch.ops.aten
 
-LEAST = 2**22
+MIN_MULTIPLICATIONS = 2**22
 """Multiplications that repay the ten microseconds that a call of oneDNN takes to begin."""
 
-MANY = 16
-"""Elements that use one costly value, at the least, so that memory for it is repaid."""
+MIN_USERS_PER_VALUE = 16
+"""Elements for each costly value that repay the memory to store it."""
 
-COSTLY = frozenset([
-    _aten.pow, _aten.exp, _aten.exp2, _aten.expm1, _aten.log, _aten.log2, _aten.log1p,
-    _aten.sin, _aten.cos, _aten.tanh, _aten.sigmoid, _aten.erf,
-])  # fmt: skip
+COSTLY = frozenset(
+    [
+        _aten.pow,
+        _aten.exp,
+        _aten.exp2,
+        _aten.expm1,
+        _aten.log,
+        _aten.log2,
+        _aten.log1p,
+        _aten.sin,
+        _aten.cos,
+        _aten.tanh,
+        _aten.sigmoid,
+        _aten.erf,
+    ]
+)
 """Operations that take as long as many sums and products."""
 
 
-def options() -> dict[str, Any]:
-    """Options of ``torch.compile``.
+def inductor_options() -> dict[str, Any]:
+    """Returns options of ``torch.compile``.
 
-    >>> sorted(options())
+    >>> sorted(inductor_options())
     ['cpp_wrapper', 'post_grad_custom_post_pass']
     """
-    ranks = distributed.is_available() and distributed.is_initialized()
+    has_ranks = distributed.is_available() and distributed.is_initialized()
+    has_accelerator = torch.accelerator.is_available()
+    rewrites = graph_pass(rewrite_graph, __file__, _cpu_name())
     return {
-        "cpp_wrapper": not (torch.accelerator.is_available() or ranks),
-        "post_grad_custom_post_pass": graph_pass(post_grad_pass, __file__, _cpu_name()),
+        "cpp_wrapper": not (has_accelerator or has_ranks),
+        "post_grad_custom_post_pass": rewrites,
     }
 
 
-def post_grad_pass(graph: Graph) -> None:
-    """Rewrites a graph in place."""
+def rewrite_graph(graph: Graph) -> None:
+    """Applies all rewrites to a graph, in place."""
     split_addmm(graph)
     if onednn_is_faster(_cpu_name()):
         use_onednn(graph)
@@ -59,173 +73,216 @@ def post_grad_pass(graph: Graph) -> None:
 
 
 def _cpu_name() -> str:
-    return str(torch.cpu.get_capabilities().get("cpu_name", ""))
+    capabilities = torch.cpu.get_capabilities()
+    return str(capabilities.get("cpu_name", ""))
 
 
 def split_addmm(graph: Graph) -> None:
-    """``c + a @ b`` in two steps, where ``addmm`` would copy c first."""
+    """Splits ``c + a @ b`` into a product and a sum, where ``addmm`` would copy c first."""
     for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
-        summand, a, b = node.args
-        wide = _value(a).dtype in (
-            torch.float32,
-            torch.float64,
-        )  # One more rounding is small.
-        if node.kwargs or not wide or _value(a).device.type != "cpu":
+        c, a, b = node.args
+        a_value = _value(a)
+        # The sum rounds once more: in float32 and float64, that is small.
+        is_wide = a_value.dtype in (torch.float32, torch.float64)
+        is_on_cpu = a_value.device.type == "cpu"
+        # kwargs are the factors: beta * c + alpha * (a @ b).
+        if node.kwargs or not is_wide or not is_on_cpu:
             continue
         with graph.inserting_before(node):
-            product = _call(graph, _aten.mm.default, a, b)
-            node.replace_all_uses_with(_call(graph, _aten.add.Tensor, product, summand))
+            matmul = _call(graph, _aten.mm.default, a, b)
+            added = _call(graph, _aten.add.Tensor, matmul, c)
+        node.replace_all_uses_with(added)
         graph.erase_node(node)
 
 
 def onednn_is_faster(cpu_name: str) -> bool:
-    """Whether oneDNN outruns MKL on this processor of ``torch.cpu.get_capabilities``.
+    """Checks if oneDNN outruns MKL on this processor of ``torch.cpu.get_capabilities``.
 
     >>> onednn_is_faster("AMD EPYC"), onednn_is_faster("Intel Xeon")
     (True, False)
     """
-    available = (
-        torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    )
-    return available and "intel" not in cpu_name.lower()
+    has_mkl = torch.backends.mkl.is_available()
+    has_onednn = torch.backends.mkldnn.is_available()
+    return has_mkl and has_onednn and "intel" not in cpu_name.lower()
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, of float32 matrices.
+def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Computes ``a @ b``, of float32 matrices.
 
-    >>> product(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    >>> onednn_matmul(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[1., 2.],
             [3., 4.]])
     """
-    if a.shape[0] * b.numel() < LEAST:
+    if a.shape[0] * b.numel() < MIN_MULTIPLICATIONS:
         return torch.mm(a, b)
-    (inner, length), (outer, _) = sorted(zip(b.stride(), b.shape, strict=True))
-    if inner != 1 or outer < length:
+    dims = sorted(zip(b.stride(), b.shape, strict=True))
+    (inner_stride, inner_size), (outer_stride, _) = dims
+    if inner_stride != 1 or outer_stride < inner_size:
         # oneDNN refuses rows that overlap, and takes a thousand times as long over gaps.
         b = b.contiguous()
+    # Without a bias, and without an operation after the product.
     return onednn_linear(a, b.t(), None, "none", [], "")
+
+
+def _product_shape(a: Tensor, b: Tensor) -> Tensor:
+    num_rows, _ = a.shape
+    _, num_columns = b.shape
+    return a.new_empty(num_rows, num_columns)
 
 
 _operators = library.Library("purestep", "DEF")
 _operators.define(
-    "product(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,)
+    "product(Tensor a, Tensor b) -> Tensor",
+    tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_operators.impl("product", product, "CPU")
-_operators.impl("product", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "Meta")
+_operators.impl("product", onednn_matmul, "CPU")
+_operators.impl("product", _product_shape, "Meta")
 
 
 def use_onednn(graph: Graph) -> None:
-    """Puts ``product`` in the place of every product that repays it."""
+    """Replaces every matrix product that repays a call of oneDNN by ``onednn_matmul``."""
     for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
         a, b = node.args
-        if node.kwargs or not _repays(_value(a), _value(b)):
+        a_value = _value(a)
+        if node.kwargs or not _repays_onednn(a_value, _value(b)):
             continue
         with graph.inserting_before(node):
-            inner = _value(a).stride(1)
-            if not (isinstance(inner, int) and inner == 1):
+            if not _has_dense_rows(a_value):
                 # Columns cost more to read than this copy, which is often fused.
-                a = _call(
-                    graph, _aten.clone.default, a, memory_format=torch.contiguous_format
-                )
-            node.replace_all_uses_with(
-                _call(graph, torch.ops.purestep.product.default, a, b)
-            )
+                a = _insert_clone(graph, a)
+            replacement = _call(graph, torch.ops.purestep.product.default, a, b)
+        node.replace_all_uses_with(replacement)
         graph.erase_node(node)
 
 
-def _repays(a: Tensor, b: Tensor) -> bool:
-    """Whether a product is large; yes, where sizes are unknown: ``product`` asks again."""
+def _repays_onednn(a: Tensor, b: Tensor) -> bool:
+    """Checks if a product is large. Of unknown sizes it may be: ``onednn_matmul`` checks again."""
+    if a.device.type != "cpu" or a.dtype != torch.float32:
+        return False
     sizes = (*a.shape, b.shape[1])
-    known = all(isinstance(size, int) for size in sizes)
-    large = not known or math.prod(sizes) >= LEAST
-    return large and a.device.type == "cpu" and a.dtype == torch.float32
+    if not all(isinstance(size, int) for size in sizes):
+        return True
+    num_products: int = math.prod(sizes)
+    return num_products >= MIN_MULTIPLICATIONS
+
+
+def _has_dense_rows(matrix: Tensor) -> bool:
+    stride = matrix.stride(1)
+    # A stride that is not known yet is a torch.SymInt.
+    return isinstance(stride, int) and stride == 1
 
 
 def hoist_scalars(graph: Graph) -> None:
-    """Gives memory to values that are costly, few and used by many, so that no loop repeats them.
+    """Stores values that are costly, few and used by many, so that no loop repeats them.
 
-    A value is costly if a pointwise operation in COSTLY made it. It is kept if at least MANY times
-    as many elements are computed from it.
+    A value is costly if a pointwise operation in COSTLY made it. It is stored if at least MANY
+    times as many elements are computed from it.
     """
-    reach: dict[
-        Node, float
-    ] = {}  # The most elements that are computed from a node in one loop.
-    for node in reversed(graph.nodes):
-        if _is_pointwise(node) or _is_view(node):
-            reach[node] = max(
-                _size(node), *(reach.get(user, 0) for user in node.users), 0
-            )
+    reach = _measure_reach(graph)
     costly: set[Node] = set()
-    for node in [node for node in graph.nodes if node in reach]:
-        if node.target.overloadpacket in COSTLY or not costly.isdisjoint(
-            node.all_input_nodes
-        ):
-            costly.add(node)
-            few = _is_pointwise(node) and _size(node) < math.inf
-            enough = MANY * _size(node)
-            if few and reach[node] >= enough and not _has_one_small_user(node, enough):
-                _keep(graph, node)
+    # A list, since the loop inserts nodes.
+    candidates = [node for node in graph.nodes if node in reach]
+    for node in candidates:
+        is_costly = node.target.overloadpacket in COSTLY
+        reads_costly = not costly.isdisjoint(node.all_input_nodes)
+        if not (is_costly or reads_costly):
+            continue
+        costly.add(node)
+        if _repays_memory(node, reach[node]):
+            _store(graph, node)
 
 
-def _keep(graph: Graph, node: Node) -> None:
-    """Reads a node by a view of a copy: the compiler computes what a view is of beforehand."""
-    users = [*node.users]
+def _measure_reach(graph: Graph) -> dict[Node, float]:
+    """Counts for each node the most elements that are computed from it in one loop."""
+    reach: dict[Node, float] = {}
+    for node in reversed(graph.nodes):
+        if not (_is_pointwise(node) or _is_view(node)):
+            continue
+        most = _num_elements(node)
+        for user in node.users:
+            most = max(most, reach.get(user, 0))
+        reach[node] = most
+    return reach
+
+
+def _repays_memory(node: Node, reach: float) -> bool:
+    """Checks if a costly value is few, and used by many."""
+    num_elements = _num_elements(node)
+    if not _is_pointwise(node) or num_elements == math.inf:
+        return False
+    enough = MIN_USERS_PER_VALUE * num_elements
+    return reach >= enough and not _has_one_small_user(node, enough)
+
+
+def _store(graph: Graph, node: Node) -> None:
+    """Reads a node by a view of a copy: the compiler stores a tensor before it views it."""
+    users = list(node.users)
     with graph.inserting_after(node):
-        copy = _call(
-            graph, _aten.clone.default, node, memory_format=torch.contiguous_format
-        )
+        copy = _insert_clone(graph, node)
     value = _value(copy)
+    shape = list(value.shape)
+    strides = list(value.stride())
     with graph.inserting_after(copy):
-        kept = _call(
-            graph, _aten.as_strided.default, copy, [*value.shape], [*value.stride()]
-        )
+        view = _call(graph, _aten.as_strided.default, copy, shape, strides)
     for user in users:
-        user.replace_input_with(node, kept)
+        user.replace_input_with(node, view)
 
 
 def _has_one_small_user(node: Node, enough: float) -> bool:
-    """Whether one small value is all that is computed from it: that one may be kept instead."""
-    users = [*_users(node)]
-    return len(users) == 1 and _is_pointwise(users[0]) and _size(users[0]) < enough
+    """Checks if one small value is all that is computed from it: store that one instead."""
+    users = list(_iterate_users(node))
+    if len(users) != 1:
+        return False
+    (user,) = users
+    return _is_pointwise(user) and _num_elements(user) < enough
 
 
-def _users(node: Node) -> Iterator[Node]:
-    """What is computed from a node, or from views of it."""
+def _iterate_users(node: Node) -> Iterator[Node]:
+    """Yields the nodes that are computed from a node, or from views of it."""
     for user in node.users:
         if _is_view(user):
-            yield from _users(user)
+            yield from _iterate_users(user)
         else:
             yield user
 
 
-def _size(node: Node) -> float:
-    """How many elements it has; infinite, where that is unknown."""
+def _num_elements(node: Node) -> float:
+    """Returns the number of elements; infinite, where it is unknown."""
     number = _value(node).numel()
     return number if isinstance(number, int) else math.inf
 
 
 def _is_pointwise(node: Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and _is_on_cpu(node)
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags and _is_on_cpu(node)
 
 
 def _is_view(node: Node) -> bool:
-    return getattr(node.target, "is_view", False) and _is_on_cpu(node)
+    is_view = getattr(node.target, "is_view", False)
+    return is_view and _is_on_cpu(node)
 
 
 def _is_on_cpu(node: Node) -> bool:
-    """Whether it is a tensor of the host: kernels of a device read such numbers otherwise."""
+    """Checks for a tensor of the host: kernels of a device read such numbers otherwise."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
 def _value(node: Any) -> Tensor:
-    """The tensor without values that the compiler keeps for a node."""
+    """Returns the fake tensor that the compiler keeps for a node."""
     value: Tensor = node.meta["val"]
     return value
 
 
+def _insert_clone(graph: Graph, node: Node) -> Node:
+    """Inserts a contiguous copy of a node."""
+    return _call(
+        graph, _aten.clone.default, node, memory_format=torch.contiguous_format
+    )
+
+
 def _call(graph: Graph, function: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call of a function, put where the graph inserts, with the tensor that comes of it."""
+    """Inserts a call of a function, with the fake tensor that it returns."""
     node = graph.call_function(function, args, kwargs)
     values = torch.fx.node.map_arg(args, _value)
     node.meta["val"] = function(*values, **kwargs)

@@ -1,4 +1,4 @@
-"""What ``compile=`` does to a function: one graph of it, or a warning that says why not.
+"""Compiles a function to one graph, or warns why there is none.
 
 The compiler's own import takes a second, so it happens with the first function that is compiled.
 """
@@ -16,7 +16,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from purestep.torch_private import forward_level, transformed
+from purestep.torch_private import forward_level, has_transforms
 
 Compiler: TypeAlias = Callable[..., Callable[..., Any]]
 """``torch.compile`` or what is called like it: ``partial(torch.compile, mode="max-autotune")``."""
@@ -40,8 +40,9 @@ _numbers = itertools.count()
 
 
 def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Compiles a whole update step, or any function that runs often: ``torch.compile`` with other
-    options.
+    """Compiles a whole update step, or any function that runs often.
+
+    It is ``torch.compile`` with other options.
 
         step = ps.make_update_step(loss_fn, optimizer, donate=True)
         step = ps.compile(step, fullgraph=True)
@@ -66,66 +67,71 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
     if settings.get("backend", "inductor") == "inductor":
         from purestep.compiling import cpu
 
-        options |= cpu.options()
+        options |= cpu.inductor_options()
     if settings.get("mode") is None:
         settings["options"] = options | (settings.get("options") or {})
-    return torch.compile(with_own_cache(function), **settings)
+    return torch.compile(_with_own_cache(function), **settings)
 
 
 def drop_library_guards(guards: Sequence[Any]) -> list[bool]:
-    """Which guards stay: all but those on globals of libraries (a ``guard_filter_fn``)."""
+    """Keeps all guards but those on globals of libraries: a ``guard_filter_fn``."""
     return [not LIBRARIES.search(guard.name) for guard in guards]
 
 
 def drop_guards(guards: Sequence[Any]) -> list[bool]:
-    """The same, less those on transforms and on hooks: of each, ``one_graph`` runs in none."""
-    kinds = ("FUNCTORCH_STACK_MATCH", "AUTOGRAD_SAVED_TENSORS_HOOKS")
-    kept = zip(drop_library_guards(guards), guards, strict=True)
-    return [keep and guard.guard_type not in kinds for keep, guard in kept]
+    """Drops guards on transforms and hooks, too: ``compile_one_graph`` runs under neither."""
+    dropped = ("FUNCTORCH_STACK_MATCH", "AUTOGRAD_SAVED_TENSORS_HOOKS")
+    keep = []
+    for guard, is_kept in zip(guards, drop_library_guards(guards), strict=True):
+        keep.append(is_kept and guard.guard_type not in dropped)
+    return keep
 
 
-def compile_or_call(
+def compile_or_fall_back(
     function: Callable[..., Any], compile_: bool | Compiler = True
 ) -> Callable[..., Any]:
-    """The function as one graph, compiled by ``compile_``; as it is where that is False.
+    """Compiles a function to one graph, by ``compile_``; returns it unchanged if that is False.
 
     True is ``compile``. Where there is no such graph, a warning says why, and the function runs
     eagerly: graphs in pieces would lose derivatives that the function takes. It runs eagerly under
     transforms and dispatch modes, too, which ask for operations one by one.
 
-    >>> double = compile_or_call(lambda x: 2 * x)
-    >>> compile_or_call(len, False) is len
+    >>> double = compile_or_fall_back(lambda x: 2 * x)
+    >>> compile_or_fall_back(len, False) is len
     True
     """
     if compile_ is False:
         return function
-    return with_fallback(one_graph(function, compile_), function)
+    return with_fallback(compile_one_graph(function, compile_), function)
 
 
 def with_fallback(
     graph: Callable[..., Any], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``graph``, and ``plain`` from the call on at which ``NoGraph`` says that there is none."""
+    """Runs ``graph``, and ``plain`` from the call on that raises ``NoGraph``."""
     broken = False
 
     def run(*args: Any) -> Any:
         nonlocal broken
         if torch.compiler.is_dynamo_compiling():
-            return plain(*args)  # A compiler around it compiles this, too.
-        if broken or transformed() or forward_level() >= 0:
+            # A compiler around this one compiles the function, too.
+            return plain(*args)
+        if broken or has_transforms() or forward_level() >= 0:
             return plain(*args)
         try:
             return graph(*args)
         except NoGraph as error:
-            refused = error
+            no_graph = error
         # An error of the loss itself is raised here, without a word about the compiler.
         result = plain(*args)
-        if refused.__cause__ is not None:  # None: the compiler is switched off.
+        cause = no_graph.__cause__
+        # There is no cause where the compiler is switched off.
+        if cause is not None:
             broken = True
             warnings.warn(
-                f"compile=True: torch.compile cannot make one graph of {refused}, so from now on "
+                f"compile=True: torch.compile cannot make one graph of {no_graph}, so from now on "
                 "it runs eagerly. Change what stops it, or pass compile=False. "
-                + _reason(refused.__cause__),
+                + _explain(cause),
                 stacklevel=2,
             )
         return result
@@ -134,51 +140,53 @@ def with_fallback(
 
 
 class NoGraph(Exception):  # noqa: N818
-    """The compiler cannot make one graph of a function."""
+    """Says that the compiler cannot make one graph of a function."""
 
 
-def one_graph(
+def compile_one_graph(
     function: Callable[..., Any], compile_: bool | Compiler
 ) -> Callable[..., Any]:
-    """The function as one graph; ``NoGraph`` where there is none, before anything is computed.
+    """Compiles a function to one graph; raises ``NoGraph`` where there is none.
 
-    It is called where no transform is active.
+    It raises before anything is computed. Call the graph where no transform is active.
 
     >>> from functools import partial
     >>> def branches(x):
     ...     return x + 1 if x.sum() > 0 else x
-    >>> one_graph(branches, partial(torch.compile, backend="eager"))(torch.ones(2))
+    >>> compile_one_graph(branches, partial(torch.compile, backend="eager"))(torch.ones(2))
     Traceback (most recent call last):
     ...
     purestep.compiling.graph.NoGraph: branches
     """
-    _check(compile_)
+    _check_compile(compile_)
 
     def traced(*args: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
-            raise NoGraph(_name(function))  # The compiler has left this to Python.
+            # The compiler has left this call to Python.
+            raise NoGraph(_name_of(function))
         return function(*args)
 
     if isinstance(compile_, bool):
-        made = compile(traced, fullgraph=True, options={"guard_filter_fn": drop_guards})
+        options = {"guard_filter_fn": drop_guards}
+        graph = compile(traced, fullgraph=True, options=options)
     else:
-        made = compile_(with_own_cache(traced), fullgraph=True)
+        graph = compile_(_with_own_cache(traced), fullgraph=True)
 
     def run(*args: Any) -> Any:
         # A compiler that fails inside of torch.func leaves hooks disabled; this restores them.
         try:
             with disable_saved_tensors_hooks(_NO_HOOKS):
-                return made(*args)
+                return graph(*args)
         except Exception as error:
-            if not _is_the_compilers(error):
+            if not _is_compiler_error(error):
                 raise
-            raise NoGraph(_name(function)) from error
+            raise NoGraph(_name_of(function)) from error
 
     return run
 
 
-class flat_linear(TorchFunctionMode):  # noqa: N801
-    """A context for traces, in which ``F.linear`` with a bias takes its input as rows.
+class FlattenLinearInputs(TorchFunctionMode):
+    """Passes the input of ``F.linear`` with a bias as rows: a context for traces.
 
     Under ``torch.func.vjp`` the compiler fixes the sizes of an input of three and more dimensions:
     there would be a graph for every number of rows, and for every length.
@@ -191,21 +199,23 @@ class flat_linear(TorchFunctionMode):  # noqa: N801
         args: Any = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        function = _linear_of_rows if func is functional.linear else func
-        return function(*args, **(kwargs or {}))
+        if kwargs is None:
+            kwargs = {}
+        if func is functional.linear:
+            return _linear_of_rows(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _linear_of_rows(
     input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    flat = bias is not None and input.ndim > 2
-    made: Tensor = functional.linear(
-        input.flatten(0, -2) if flat else input, weight, bias
-    )
-    return made.unflatten(0, input.shape[:-1]) if flat else made
+    is_unchanged = bias is None or input.ndim <= 2
+    rows = input if is_unchanged else input.flatten(0, -2)
+    output: Tensor = functional.linear(rows, weight, bias)
+    return output if is_unchanged else output.unflatten(0, input.shape[:-1])
 
 
-def _check(compile_: object) -> None:
+def _check_compile(compile_: object) -> None:
     if not (isinstance(compile_, bool) or callable(compile_)):
         raise TypeError(
             "compile must be True, False or a function such as "
@@ -213,37 +223,40 @@ def _check(compile_: object) -> None:
         )
 
 
-def with_own_cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, as code with a name that no other function has.
+def _with_own_cache(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function in code whose name no other function has.
 
-    By code the compiler keeps graphs and counts them, by name the sizes that vary. All update steps
-    run the same code: the ninth would be compiled no more, the second with sizes that vary.
-    ``isolate_recompiles`` sees to graphs alone.
+    By code the compiler caches and counts graphs, by name the sizes that vary. All update steps run
+    the same code: the ninth would be compiled no more, the second with sizes that vary.
+    ``isolate_recompiles`` separates graphs alone.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_name=f"call_{next(_numbers)}")
+    name = f"call_{next(_numbers)}"
+    call.__code__ = call.__code__.replace(co_name=name)
     return functools.update_wrapper(call, function, updated=())
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def _is_the_compilers(error: BaseException) -> bool:
-    """Whether the compiler raised it; errors of torch.compile have no public names."""
-    theirs = ("torch._dynamo.", "torch._inductor.")
-    return any(kind.__module__.startswith(theirs) for kind in type(error).__mro__)
+def _is_compiler_error(error: BaseException) -> bool:
+    """Checks if the compiler raised an error; its errors have no public names."""
+    modules = ("torch._dynamo.", "torch._inductor.")
+    classes = type(error).__mro__
+    return any(cls.__module__.startswith(modules) for cls in classes)
 
 
-def _reason(error: BaseException) -> str:
-    """Why the compiler has given up, in its own words, and at which line."""
+def _explain(error: BaseException) -> str:
+    """Quotes why the compiler has given up, and at which line."""
     cause = error.__cause__ or error
-    words, *_ = str(cause).split("\n  Hint:")
+    reason, *_ = str(cause).split("\n  Hint:")
     stack = getattr(cause, "real_stack", None)
     if not stack:
-        return words
+        return reason
     frame = stack[-1]
-    return f"{words}\n  At {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}"
+    location = f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return f"{reason}\n  At {location}: {frame.line}"

@@ -1,16 +1,19 @@
-"""From examples to groups of microbatches: label, plan, group, split, pack, balance, prefetch."""
+"""Turns examples into groups of microbatches, by one function for each step of the way."""
 
-from purestep.data.balance import balance, balancing
-from purestep.data.cut import merge, split
-from purestep.data.documents import document_rows, pack_documents, segment_mask
-from purestep.data.group import DataExhausted, group
+from purestep.data.balance import balance, balance_indices
+from purestep.data.documents import pack_document_indices, pack_documents, segment_mask
+from purestep.data.group import DataExhausted, Groups, group
 from purestep.data.labels import shift_labels
-from purestep.data.pack import PAD, pack, packing, stack
+from purestep.data.pack import DEFAULT_PAD, pack, pack_indices, stack_examples
 from purestep.data.plan import BatchPlan, plan
-from purestep.data.prefetch import PrefetchedGroup, prefetch
+from purestep.data.prefetch import PrefetchedGroup, PrefetchedGroups, prefetch
+from purestep.data.split import merge, split
 
 __all__ = [
-    "shift_labels", "BatchPlan", "plan", "group", "DataExhausted", "split", "merge",
-    "balance", "balancing", "pack", "packing", "stack", "PAD",
-    "pack_documents", "document_rows", "segment_mask", "prefetch", "PrefetchedGroup",
+    # Groups of microbatches
+    "BatchPlan", "plan", "group", "Groups", "DataExhausted", "split", "merge", "prefetch",
+    "PrefetchedGroup", "PrefetchedGroups",
+    # Examples of different lengths
+    "shift_labels", "balance", "balance_indices", "pack", "pack_indices", "stack_examples",
+    "DEFAULT_PAD", "pack_documents", "pack_document_indices", "segment_mask",
 ]  # fmt: skip

@@ -1,12 +1,11 @@
-"""Examples to ranks, so that no rank waits long for another."""
+"""Assigns examples to ranks, so that no rank waits long for another."""
 
 import heapq
 import math
 from collections.abc import Callable, Collection, Sequence
 
 from purestep import tree
-from purestep.data.cut import common_length, whole_leaves
-from purestep.data.pack import Example
+from purestep.data.examples import Example, mask_per_example_leaves, measure_length
 
 
 def balance(
@@ -14,7 +13,7 @@ def balance(
     ranks: int,
     *,
     cost: Callable[[Example], float] | None = None,
-    whole: Collection[str] = (),
+    per_example: Collection[str] = (),
 ) -> list[list[Example]]:
     """Deals examples out to ranks, so that the slowest rank has little more than the mean.
 
@@ -27,7 +26,7 @@ def balance(
             dimension.
         ranks: how many ranks there are.
         cost: the cost of an example, at least 0. None: its length. Attention is quadratic in it.
-        whole: names of leaves without a length, as in ``pack``.
+        per_example: names of leaves without a length, as in ``pack``.
 
     Returns:
         The examples of each rank, in their original order.
@@ -37,19 +36,22 @@ def balance(
     >>> [[len(example) for example in part] for part in parts]
     [[5, 3], [4, 3, 1]]
     """
+    costs = []
+    for i, example in enumerate(examples):
+        if cost is not None:
+            costs.append(float(cost(example)))
+            continue
+        dicts = tree.mappings_to_dicts(example)
+        mask = mask_per_example_leaves(dicts, per_example)
+        costs.append(float(measure_length(dicts, f"examples[{i}]", mask)))
+    assignment = balance_indices(costs, ranks)
+    return [[examples[i] for i in indices] for indices in assignment]
 
-    def length(i: int, example: Example) -> int:
-        example = tree.mappings_to_dicts(example)
-        return common_length(example, f"examples[{i}]", whole_leaves(example, whole))
 
-    costs = [float(cost(e) if cost else length(i, e)) for i, e in enumerate(examples)]
-    return [[examples[i] for i in part] for part in balancing(costs, ranks)]
+def balance_indices(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Assigns examples to ranks by their costs alone, as ``balance`` does: returns their indices.
 
-
-def balancing(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """The numbers of the examples of each rank, from their costs alone.
-
-    >>> balancing([5, 4, 3, 3, 1], 2)
+    >>> balance_indices([5, 4, 3, 3, 1], 2)
     [[0, 3], [1, 2, 4]]
     """
     if ranks < 1:
@@ -59,10 +61,11 @@ def balancing(costs: Sequence[float], ranks: int) -> list[list[int]]:
             raise ValueError(
                 f"balance: examples[{i}] costs {cost}: it must be finite and >= 0"
             )
-    loads = [(0.0, rank) for rank in range(ranks)]
-    parts: list[list[int]] = [[] for _ in range(ranks)]
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+    loads = [(0.0, rank) for rank in range(ranks)]  # a heap, since it is sorted
+    assignment: list[list[int]] = [[] for _ in range(ranks)]
+    costliest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
+    for i in costliest_first:
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + costs[i], rank))
-        parts[rank].append(i)
-    return [sorted(part) for part in parts]
+        assignment[rank].append(i)
+    return [sorted(indices) for indices in assignment]

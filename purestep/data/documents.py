@@ -1,14 +1,20 @@
-"""Several examples in one row, and the mask that keeps them apart."""
+"""Packs several examples into one row, and masks attention between them."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.data.cut import whole_leaves
-from purestep.data.pack import PAD, Pad, lengths_of, longest_first, padded
+from purestep.data.examples import mask_per_example_leaves
+from purestep.data.pack import (
+    DEFAULT_PAD,
+    Pad,
+    measure_lengths,
+    sort_longest_first,
+    stack_padded,
+)
 from purestep.types import Tree
 
 
@@ -16,8 +22,8 @@ def pack_documents(
     examples: Sequence[Mapping[str, Tree]],
     *,
     row_tokens: int,
-    pad: Pad = PAD,
-    whole: Collection[str] = (),
+    pad: Pad = DEFAULT_PAD,
+    per_example: Collection[str] = (),
 ) -> dict[str, Tree]:
     """Packs several examples into each row, in as few rows as best fit finds: one microbatch.
 
@@ -29,7 +35,7 @@ def pack_documents(
     alone. Make labels before packing, so that no example's last token predicts the next example.
 
     Examples need one structure, as in ``pack``. Those of length 0 are left out, and get no segment.
-    A leaf without dimensions, or named by ``whole``, comes as
+    A leaf without dimensions, or named by ``per_example``, comes as
     ``(rows, most segments of a row, ...)``, padded. Segment n of a row has its leaf at
     ``[row, n - 1]``.
 
@@ -42,65 +48,101 @@ def pack_documents(
         raise ValueError("pack_documents: no examples, so no rows")
     examples = [tree.mappings_to_dicts(example) for example in examples]
     for i, example in enumerate(examples):
-        if not isinstance(example, Mapping) or {"positions", "segments"} & {*example}:
-            found = (
-                [*example] if isinstance(example, Mapping) else type(example).__name__
-            )
-            raise ValueError(
-                f"pack_documents: examples[{i}] is {found}: documents are mappings, without "
-                "'positions' and 'segments', which it adds: rename them"
-            )
-    lengths = lengths_of(examples, whole)
-    rows = document_rows(lengths, row_tokens=row_tokens)
+        _check_document(example, f"examples[{i}]")
+    lengths = measure_lengths(examples, per_example)
+    rows = pack_document_indices(lengths, row_tokens=row_tokens)
+    if rows:
+        return _join_rows(examples, lengths, rows, row_tokens, pad, per_example)
     # Without any token there is no row, but a row of the first example shows the fields.
-    kept = rows or [[0]]
-    first = examples[kept[0][0]]
-    leaves = {i: tree.leaves(examples[i]) for row in kept for i in row}
-    most = max(map(len, kept))
-    own = []
-    fields = zip(tree.paths(first, "example"), whole_leaves(first, whole), strict=True)
-    for at, (path, is_whole) in enumerate(fields):
-        join, length = (torch.stack, most) if is_whole else (torch.cat, row_tokens)
-        joined = [join([leaves[i][at] for i in row]) for row in kept]
-        own.append(padded(joined, length, pad, path))
-
-    def marked(mark: Callable[[int, int], Tensor]) -> Tensor:
-        marks = [
-            torch.cat([mark(n, lengths[i]) for n, i in enumerate(row, 1)])
-            for row in kept
-        ]
-        return padded(marks, row_tokens, 0, "").to(own[0].device)
-
-    documents: dict[str, Tree] = {
-        **tree.unflatten(tree.flatten(first)[1], own),
-        "positions": marked(lambda _, length: torch.arange(length)),
-        "segments": marked(lambda n, length: torch.full((length,), n)),
+    documents = _join_rows(examples, lengths, [[0]], row_tokens, pad, per_example)
+    return {
+        name: tree.map(lambda leaf: leaf[:0], field)
+        for name, field in documents.items()
     }
-    return documents if rows else tree.map(lambda leaf: leaf[:0], documents)
 
 
-def document_rows(lengths: Sequence[int], *, row_tokens: int) -> list[list[int]]:
-    """The numbers of the examples in each row: the longest first, each where it fits best.
+def _check_document(example: Tree, name: str) -> None:
+    """Raises unless an example is a mapping without the leaves that ``pack_documents`` adds."""
+    if not isinstance(example, Mapping):
+        described: object = type(example).__name__
+    elif "positions" in example or "segments" in example:
+        described = [*example]
+    else:
+        return
+    raise ValueError(
+        f"pack_documents: {name} is {described}: documents are mappings, without "
+        "'positions' and 'segments', which it adds: rename them"
+    )
 
-    >>> document_rows([3, 2, 1], row_tokens=4)
+
+def _join_rows(
+    examples: Sequence[Mapping[str, Tree]],
+    lengths: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    row_tokens: int,
+    pad: Pad,
+    per_example: Collection[str],
+) -> dict[str, Tree]:
+    """Concatenates the examples of each row, by their indices, and stacks the padded rows."""
+    first = examples[rows[0][0]]
+    _, spec = tree.flatten(first)
+    mask = mask_per_example_leaves(first, per_example)
+    max_segments = max(len(row) for row in rows)
+    leaves = {i: tree.leaves(examples[i]) for row in rows for i in row}
+    fields = []
+    for field, path in enumerate(tree.paths(first, "example")):
+        columns = [[leaves[i][field] for i in row] for row in rows]
+        if mask[field]:
+            stacked = [torch.stack(column) for column in columns]
+            fields.append(stack_padded(stacked, max_segments, pad, path))
+        else:
+            joined = [torch.cat(column) for column in columns]
+            fields.append(stack_padded(joined, row_tokens, pad, path))
+    positions = []
+    segments = []
+    for row in rows:
+        ranges = [torch.arange(lengths[i]) for i in row]
+        numbers = [torch.full((lengths[i],), n) for n, i in enumerate(row, 1)]
+        positions.append(torch.cat(ranges))
+        segments.append(torch.cat(numbers))
+    device = fields[0].device
+    return {
+        **tree.unflatten(spec, fields),
+        "positions": stack_padded(positions, row_tokens, 0, "").to(device),
+        "segments": stack_padded(segments, row_tokens, 0, "").to(device),
+    }
+
+
+def pack_document_indices(
+    lengths: Sequence[int], *, row_tokens: int
+) -> list[list[int]]:
+    """Assigns examples to rows by their lengths alone, as ``pack_documents`` does.
+
+    The longest comes first. Each goes to the row where it leaves the fewest tokens free. Returns
+    the indices of the examples in each row.
+
+    >>> pack_document_indices([3, 2, 1], row_tokens=4)
     [[0, 2], [1]]
     """
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []
-    for i in longest_first(lengths):
-        if lengths[i] > row_tokens:
+    # The free tokens and the index of each row that is not full, in ascending order.
+    free: list[tuple[int, int]] = []
+    for i in sort_longest_first(lengths):
+        length = lengths[i]
+        if length > row_tokens:
             raise ValueError(
-                f"pack_documents: examples[{i}] has {lengths[i]} tokens, more than {row_tokens=}: "
-                "raise it, or cut the example"
+                f"pack_documents: examples[{i}] has {length} tokens, more than {row_tokens=}: "
+                "increase row_tokens, or truncate the example"
             )
-        at = bisect_left(room, (lengths[i], -1))
-        if at == len(room):
-            room.append((row_tokens, len(rows)))
+        best = bisect_left(free, (length, -1))
+        if best == len(free):
+            # A new row has more free tokens than all others, so the order stays.
+            free.append((row_tokens, len(rows)))
             rows.append([])
-        left, row = room.pop(at)
+        free_tokens, row = free.pop(best)
         rows[row].append(i)
-        if left > lengths[i]:
-            insort(room, (left - lengths[i], row))
+        if free_tokens > length:
+            insort(free, (free_tokens - length, row))
     return rows
 
 
@@ -139,11 +181,14 @@ def segment_mask(
             f"{window=} must be at least 1, a position's own, or None for no window"
         )
     length = segments.shape[-1]
-    place = torch.arange(length, device=segments.device)
-    back = place[:, None] - place
-    near = (back >= (0 if causal else -length)) & (back.abs() < (window or length))
-    mask = (segments[:, None, :, None] == segments[:, None, None, :]) & near
+    positions = torch.arange(length, device=segments.device)
+    distance = positions[:, None] - positions
+    allowed = distance.abs() < (window or length)
+    if causal:
+        allowed = allowed & (distance >= 0)
+    same_segment = segments[:, None, :, None] == segments[:, None, None, :]
+    mask = same_segment & allowed
     if dtype is None:
         return mask
-    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return added.masked_fill(~mask, torch.finfo(dtype).min)
+    scores = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return scores.masked_fill(~mask, torch.finfo(dtype).min)

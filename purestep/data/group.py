@@ -1,4 +1,6 @@
-"""A stream of batches as groups, one for each update."""
+"""Groups a stream of microbatches, one group for each update."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -17,7 +19,8 @@ Last = Literal["keep", "drop", "raise"]
 
 
 class DataExhausted(RuntimeError):  # noqa: N818
-    """The data ran out in the middle of a group, after ``found`` of ``wanted`` microbatches.
+    """Reports that the data ended within a group, after ``num_found`` of ``num_expected``
+    microbatches.
 
     >>> groups = group(range(3), 2, last="raise")
     >>> next(groups)
@@ -25,19 +28,26 @@ class DataExhausted(RuntimeError):  # noqa: N818
     >>> try:
     ...     next(groups)
     ... except DataExhausted as end:
-    ...     print(f"{end.found} of {end.wanted}")
+    ...     print(f"{end.num_found} of {end.num_expected}")
     1 of 2
     """
 
-    def __init__(self, found: int, wanted: int) -> None:
+    def __init__(self, num_found: int, num_expected: int) -> None:
         super().__init__(
-            f"the data ran out after {found} of {wanted} microbatches of a group: catch "
+            f"the data ran out after {num_found} of {num_expected} microbatches of a group: catch "
             'DataExhausted, or choose last="keep" or last="drop"'
         )
-        self.found, self.wanted = found, wanted
+        self.num_found = num_found
+        self.num_expected = num_expected
 
 
-class group(Iterator[list[Microbatch]]):  # noqa: N801
+def group(
+    batches: Iterable[Microbatch],
+    k: int,
+    last: Last = "keep",
+    *,
+    start: int = 0,
+) -> Groups:
     """Puts microbatches from any iterable into groups of ``k``: a list, a ``DataLoader``.
 
     Args:
@@ -65,56 +75,70 @@ class group(Iterator[list[Microbatch]]):  # noqa: N801
     >>> list(group(range(5), 2))
     [[0, 1], [2, 3], [4]]
     """
+    if k < 1:
+        raise ValueError(f"group: {k=} microbatches make no group")
+    if start < 0:
+        raise ValueError(
+            f"group: {start=} is no position; take that of an earlier group"
+        )
+    if last not in get_args(Last):
+        raise ValueError(f"group: {last=} must be one of {str(get_args(Last))[1:-1]}")
+    if start and _uses_global_generator(batches):
+        raise ValueError(
+            f"group: {start=} of a DataLoader that shuffles by torch's global generator: its "
+            "order is another one now. Seed it: DataLoader(..., shuffle=True, "
+            "generator=torch.Generator().manual_seed(epoch)), in the first run as well"
+        )
+    return Groups(batches, k, last, start)
+
+
+class Groups(Iterator[list[Microbatch]]):
+    """Yields groups of microbatches, as ``ps.group`` makes them.
+
+    Attributes:
+        position: how many batches the groups that you took have used. ``ps.group(..., start=)``
+            goes on from there.
+
+    >>> groups = Groups(range(5), 2, "keep", start=0)
+    >>> next(groups), groups.position
+    ([0, 1], 2)
+    """
 
     def __init__(
-        self,
-        batches: Iterable[Microbatch],
-        k: int,
-        last: Last = "keep",
-        *,
-        start: int = 0,
+        self, batches: Iterable[Microbatch], k: int, last: Last, start: int
     ) -> None:
-        if k < 1:
-            raise ValueError(f"group: {k=} microbatches make no group")
-        if start < 0:
-            raise ValueError(
-                f"group: {start=} is no position; take that of an earlier group"
-            )
-        if last not in get_args(Last):
-            raise ValueError(
-                f"group: {last=} must be one of {str(get_args(Last))[1:-1]}"
-            )
-        if start and _shuffles_by_the_global_generator(batches):
-            raise ValueError(
-                f"group: {start=} of a DataLoader that shuffles by torch's global generator: its "
-                "order is another one now. Seed it: DataLoader(..., shuffle=True, "
-                "generator=torch.Generator().manual_seed(epoch)), in the first run as well"
-            )
-        self._batches, self._to_skip = iter(batches), start
-        self._k, self._last = k, last
-        self._taken: list[Microbatch] = []
+        self._batches = iter(batches)
+        self._k = k
+        self._last = last
+        self._num_to_skip = start
+        self._pending: list[Microbatch] = []
         self.position = start
 
     def __next__(self) -> list[Microbatch]:
-        """The next group. Batches taken before an error of the source are part of the next one."""
-        while self._to_skip:
+        """Returns the next group. It begins with what was read before an error of the source."""
+        while self._num_to_skip:
             next(self._batches, None)
-            self._to_skip -= 1
-        self._taken += islice(self._batches, self._k - len(self._taken))
-        taken, self._taken = self._taken, []
-        if not taken or (len(taken) < self._k and self._last == "drop"):
+            self._num_to_skip -= 1
+        # Where the source raises, the list keeps the microbatches that came before.
+        self._pending += islice(self._batches, self._k - len(self._pending))
+        microbatches = self._pending
+        self._pending = []
+        is_short = len(microbatches) < self._k
+        if not microbatches or (is_short and self._last == "drop"):
             raise StopIteration
-        if len(taken) < self._k and self._last == "raise":
-            raise DataExhausted(len(taken), self._k)
-        self.position += len(taken)
-        return taken
+        if is_short and self._last == "raise":
+            raise DataExhausted(len(microbatches), self._k)
+        self.position += len(microbatches)
+        return microbatches
 
 
-def _shuffles_by_the_global_generator(batches: Any) -> bool:
+def _uses_global_generator(batches: Any) -> bool:
+    """Tells whether a ``DataLoader`` draws its order from torch's global generator."""
     if not isinstance(batches, DataLoader):
         return False
+    random_samplers = RandomSampler | SubsetRandomSampler | WeightedRandomSampler
     samplers = [batches.sampler, getattr(batches.batch_sampler, "sampler", None)]
-    shuffles = RandomSampler | SubsetRandomSampler | WeightedRandomSampler
     return any(
-        isinstance(each, shuffles) and each.generator is None for each in samplers
+        isinstance(sampler, random_samplers) and sampler.generator is None
+        for sampler in samplers
     )

@@ -1,4 +1,4 @@
-"""What each token of a text is to predict."""
+"""Makes labels: the token that each position of a text is to predict."""
 
 import torch
 from torch import Tensor
@@ -28,32 +28,34 @@ def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Ten
     tensor([[   6,    7, -100],
             [   9, -100, -100]])
     """
-    _check("input_ids", input_ids, bools=False)
+    _check_integers("input_ids", input_ids, allow_bool=False)
     if input_ids.ndim == 0:
         raise ValueError(
             "shift_labels: input_ids is a single token, "
             f"{tree.format_leaf(input_ids)}: give the text"
         )
     length = input_ids.shape[-1]
-    counted = torch.arange(length, device=input_ids.device) < length - 1
+    has_label = torch.arange(length, device=input_ids.device) < length - 1
     if attention_mask is not None:
-        _check("attention_mask", attention_mask, bools=True)
+        _check_integers("attention_mask", attention_mask, allow_bool=True)
         if attention_mask.shape != input_ids.shape:
             raise ValueError(
                 f"shift_labels: attention_mask has the shape {tuple(attention_mask.shape)}, but "
                 f"input_ids {tuple(input_ids.shape)}: give one number for each token"
             )
-        real = attention_mask.to(torch.bool)
-        counted = counted & real & real.roll(-1, -1)
-    return torch.where(counted, input_ids.to(torch.int64).roll(-1, -1), IGNORE_INDEX)
+        is_token = attention_mask.to(torch.bool)
+        has_label = has_label & is_token & is_token.roll(-1, -1)
+    next_tokens = input_ids.to(torch.int64).roll(-1, -1)
+    return torch.where(has_label, next_tokens, IGNORE_INDEX)
 
 
-def _check(name: str, value: Tensor, *, bools: bool) -> None:
-    """Refuses all but integers; an empty text may have any dtype: torch.tensor([]) is float32."""
+def _check_integers(name: str, value: Tensor, *, allow_bool: bool) -> None:
+    """Raises unless ``value`` is a tensor of integers."""
     if isinstance(value, Tensor):
-        inexact = value.is_floating_point() or value.is_complex()
-        wrong = inexact or (value.dtype == torch.bool and not bools)
-        if not (wrong and value.numel()):
+        is_inexact = value.is_floating_point() or value.is_complex()
+        is_refused_bool = value.dtype == torch.bool and not allow_bool
+        # An empty text may have any dtype: that of torch.tensor([]) is float32.
+        if value.numel() == 0 or not (is_inexact or is_refused_bool):
             return
     raise TypeError(
         f"shift_labels: {name} is {tree.format_leaf(value)}, where a tensor of integers is needed: "

@@ -1,4 +1,8 @@
-"""Examples of uneven length to microbatches: the cut is free, so it is chosen for speed."""
+"""Packs examples of uneven length into microbatches.
+
+The update does not depend on how its tokens are cut into microbatches, so the cut is chosen for
+speed.
+"""
 
 import cmath
 from bisect import bisect_left
@@ -12,23 +16,27 @@ from torch.nn import functional
 
 from purestep import tree
 from purestep.counts import IGNORE_INDEX
-from purestep.data.cut import check_alike, common_length, is_called, whole_leaves
-from purestep.types import Microbatch, Tree
+from purestep.data.examples import (
+    Example,
+    check_same_fields,
+    is_named,
+    mask_per_example_leaves,
+    measure_length,
+)
+from purestep.types import Microbatch
 
-# A tree of tensors whose first dimension is the example's length. Leaves without a dimension, and
-# those that ``whole=`` names, belong to the example as a whole: a class, a key, an id, an image.
-Example: TypeAlias = Tree
-
-# The value of padding in each leaf, by the last name on its path; or one number for all.
 Pad: TypeAlias = Mapping[str, float] | float
+"""The value of padding in each leaf, by the last name on its path; or one number for all."""
 
-PAD: Mapping[str, float] = {
-    **dict.fromkeys(
-        ["tokens", "input_ids", "attention_mask", "position_ids", "key"], 0
-    ),
-    **dict.fromkeys(
-        ["token_type_ids", "decoder_input_ids", "decoder_attention_mask"], 0
-    ),
+DEFAULT_PAD: Mapping[str, float] = {
+    "tokens": 0,
+    "input_ids": 0,
+    "attention_mask": 0,
+    "position_ids": 0,
+    "key": 0,
+    "token_type_ids": 0,
+    "decoder_input_ids": 0,
+    "decoder_attention_mask": 0,
     "labels": IGNORE_INDEX,
 }
 
@@ -38,8 +46,8 @@ def pack(
     *,
     max_tokens: int,
     multiple_of: int = 1,
-    pad: Pad = PAD,
-    whole: Collection[str] = (),
+    pad: Pad = DEFAULT_PAD,
+    per_example: Collection[str] = (),
 ) -> list[Microbatch]:
     """Packs examples into few microbatches, with little padding.
 
@@ -51,7 +59,7 @@ def pack(
     leaf they need one dtype, and one shape except for the length.
 
     A leaf without a length is stacked, one for each row. It has no dimensions (a class, a reward, a
-    key, an id), or ``whole`` names it (an image). An example of length 0 with such a leaf is
+    key, an id), or ``per_example`` names it (an image). An example of length 0 with such a leaf is
     refused, since its class would be missing from the update.
 
     Args:
@@ -61,7 +69,7 @@ def pack(
         multiple_of: padded lengths are multiples of this.
         pad: the padding value of each leaf, by name. Padding must weigh nothing: -100 for labels. A
             single number pads every leaf, the labels too.
-        whole: names of leaves that have dimensions, but no length.
+        per_example: names of leaves that have dimensions, but no length.
 
     Returns:
         Microbatches for one ``update_step``: trees of ``(rows, length, ...)``, and of
@@ -75,58 +83,61 @@ def pack(
     [([[1.0, 1.0], [1.0, 0.0]], [2, 1])]
     """
     examples = [tree.mappings_to_dicts(example) for example in examples]
-    lengths = lengths_of(examples, whole)
-    parts = packing(lengths, max_tokens=max_tokens, multiple_of=multiple_of)
-    return [
-        stack(
-            [examples[i] for i in part],
-            _round_up(lengths[part[0]], multiple_of),
-            pad,
-            whole,
-        )
-        for part in parts
-    ]
+    lengths = measure_lengths(examples, per_example)
+    microbatches = []
+    for indices in pack_indices(
+        lengths, max_tokens=max_tokens, multiple_of=multiple_of
+    ):
+        rows = [examples[i] for i in indices]
+        longest = lengths[indices[0]]
+        padded_length = _round_up(longest, multiple_of)
+        microbatches.append(stack_examples(rows, padded_length, pad, per_example))
+    return microbatches
 
 
-def packing(
+def pack_indices(
     lengths: Sequence[int], *, max_tokens: int, multiple_of: int = 1
 ) -> list[list[int]]:
-    """The numbers of the examples in each microbatch of ``pack``, from their lengths alone.
+    """Assigns examples to microbatches by their lengths alone, as ``pack`` does: returns indices.
 
-    >>> packing([3, 1, 2, 0, 1], max_tokens=4)
+    >>> pack_indices([3, 1, 2, 0, 1], max_tokens=4)
     [[0], [2], [1, 4]]
-    >>> packing([], max_tokens=1)
+    >>> pack_indices([], max_tokens=1)
     []
     """
     if max_tokens < 1 or multiple_of < 1:
         raise ValueError(f"pack: {max_tokens=} and {multiple_of=} must be at least 1")
-    order = longest_first(lengths)
+    order = sort_longest_first(lengths)
+    if not order:
+        return []
     costs = [_round_up(lengths[i], multiple_of) for i in order]
-    if costs and costs[0] > max_tokens:
+    if costs[0] > max_tokens:
         raise ValueError(
             f"pack: examples[{order[0]}] has {lengths[order[0]]} tokens ({costs[0]} padded to a "
-            f"multiple of {multiple_of}), more than {max_tokens=}: raise it, or cut the example"
+            f"multiple of {multiple_of}), more than {max_tokens=}: increase max_tokens, or "
+            "truncate the example"
         )
-    fewest = len(_starts(costs, max_tokens))
-    budgets = range(costs[0] if costs else 1, max_tokens + 1)
-    least = bisect_left(
-        budgets, True, key=lambda budget: len(_starts(costs, budget)) <= fewest
+    fewest = len(_find_starts(costs, max_tokens))
+    # A smaller budget never needs fewer microbatches, so bisection finds the smallest one that
+    # still needs no more.
+    budgets = range(costs[0], max_tokens + 1)
+    smallest = bisect_left(
+        budgets, True, key=lambda budget: len(_find_starts(costs, budget)) <= fewest
     )
-    return [
-        order[a:b] for a, b in pairwise([*_starts(costs, budgets[least]), len(order)])
-    ]
+    starts = _find_starts(costs, budgets[smallest])
+    return [order[start:end] for start, end in pairwise([*starts, len(order)])]
 
 
-def longest_first(lengths: Sequence[int]) -> list[int]:
-    """The numbers of the examples that hold any token."""
-    return sorted(
-        (i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i]
-    )
+def sort_longest_first(lengths: Sequence[int]) -> list[int]:
+    """Returns the indices of the examples that have tokens, the longest first."""
+    with_tokens = [i for i, length in enumerate(lengths) if length]
+    return sorted(with_tokens, key=lambda i: -lengths[i])
 
 
-def _starts(costs: Sequence[int], budget: int) -> list[int]:
-    """Where each microbatch begins, when each is filled up to the budget. Costs descend."""
-    starts, start = [], 0
+def _find_starts(costs: Sequence[int], budget: int) -> list[int]:
+    """Returns where each microbatch begins if each takes all that fits. ``costs`` descend."""
+    starts = []
+    start = 0
     while start < len(costs):
         starts.append(start)
         start += budget // costs[start]
@@ -134,76 +145,98 @@ def _starts(costs: Sequence[int], budget: int) -> list[int]:
 
 
 def _round_up(length: int, multiple_of: int) -> int:
+    """Rounds a length up to a multiple."""
     return -(-length // multiple_of) * multiple_of
 
 
-def lengths_of(examples: Sequence[Example], whole: Collection[str]) -> list[int]:
-    """The length of each example. Examples that hold tokens and are not alike are refused."""
-    full, lengths = {}, []
+def measure_lengths(
+    examples: Sequence[Example], per_example: Collection[str]
+) -> list[int]:
+    """Returns the length of each example, and raises unless those with tokens have equal fields."""
+    lengths = []
+    with_tokens = {}
     for i, example in enumerate(examples):
-        name, flags = f"examples[{i}]", whole_leaves(example, whole)
-        lengths.append(common_length(example, name, flags))
-        # An empty leaf may have any dtype: that of torch.tensor([]) is float32.
-        if lengths[i]:
-            full[name] = example
-        elif True in flags:
+        name = f"examples[{i}]"
+        mask = mask_per_example_leaves(example, per_example)
+        length = measure_length(example, name, mask)
+        lengths.append(length)
+        # Empty examples are not compared: the dtype of torch.tensor([]) is float32.
+        if length:
+            with_tokens[name] = example
+        elif any(mask):
+            path = tree.paths(example, name)[mask.index(True)]
             raise ValueError(
-                f"{name} has length 0, but {tree.paths(example, name)[flags.index(True)]} belongs "
-                "to it as a whole, and would be missing from the update: leave the example out, or "
-                "give it a token"
+                f"{name} has length 0, but {path} belongs to it as a whole, and would be missing "
+                "from the update: leave the example out, or give it a token"
             )
-    check_alike(full, whole)
+    check_same_fields(with_tokens, per_example)
     return lengths
 
 
-def stack(
-    examples: Sequence[Example], length: int, pad: Pad, whole: Collection[str] = ()
+def stack_examples(
+    examples: Sequence[Example],
+    length: int,
+    pad: Pad,
+    per_example: Collection[str] = (),
 ) -> Microbatch:
-    """Examples that are alike as the rows of one tree, padded to ``length`` where they have one.
+    """Stacks examples as the rows of one tree, and pads them to ``length``.
 
-    >>> stack([torch.tensor([1, 2]), torch.tensor([3])], length=3, pad=0)
+    Leaves without dimensions, and those that ``per_example`` names, are not padded.
+
+    >>> stack_examples([torch.tensor([1, 2]), torch.tensor([3])], length=3, pad=0)
     tensor([[1, 2, 0],
             [3, 0, 0]])
     """
     examples = [tree.mappings_to_dicts(example) for example in examples]
-    check_alike(
-        {f"examples[{i}]": example for i, example in enumerate(examples)}, whole
-    )
-    structure = tree.flatten(examples[0])[1]
-    columns = [tree.leaves_matching(structure, example) for example in examples]
-    paths, flags = tree.paths(examples[0], "example"), whole_leaves(examples[0], whole)
-    rows = [
-        torch.stack(column) if is_whole else padded(column, length, pad, path)
-        for path, is_whole, column in zip(
-            paths, flags, zip(*columns, strict=True), strict=True
-        )
-    ]
-    return tree.unflatten(structure, rows)
+    by_name = {f"examples[{i}]": example for i, example in enumerate(examples)}
+    check_same_fields(by_name, per_example)
+    first = examples[0]
+    _, spec = tree.flatten(first)
+    mask = mask_per_example_leaves(first, per_example)
+    paths = tree.paths(first, "example")
+    rows = [tree.leaves_matching(spec, example) for example in examples]
+    leaves = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        if mask[i]:
+            leaves.append(torch.stack(column))
+        else:
+            leaves.append(stack_padded(column, length, pad, paths[i]))
+    return tree.unflatten(spec, leaves)
 
 
-def padded(leaves: Sequence[Tensor], length: int, pad: Pad, path: str) -> Tensor:
-    """The leaves of one path as rows of one length."""
-    filling = _filling(pad, path, leaves[0].dtype)
-    trailing = [0, 0] * (leaves[0].ndim - 1)
-    rows = [
-        functional.pad(x, [*trailing, 0, length - len(x)], value=filling)
-        for x in leaves
-    ]
+def stack_padded(tensors: Sequence[Tensor], length: int, pad: Pad, path: str) -> Tensor:
+    """Stacks tensors, padded to one length with the value that ``pad`` has for this path."""
+    first = tensors[0]
+    value = _find_pad_value(pad, path, first.dtype)
+    trailing = [0, 0] * (first.ndim - 1)
+    rows = []
+    for tensor in tensors:
+        padding = [*trailing, 0, length - len(tensor)]
+        rows.append(functional.pad(tensor, padding, value=value))
     return torch.stack(rows)
 
 
-def _filling(pad: Pad, path: str, dtype: torch.dtype) -> float:
-    """The value of padding at this path, refused where its leaf would hold another value."""
+def _find_pad_value(pad: Pad, path: str, dtype: torch.dtype) -> float:
+    """Returns the padding value for a path, and raises if the dtype cannot hold it."""
+    value: float
     if isinstance(pad, Mapping):
-        values = [value for name, value in pad.items() if is_called(path, name)]
+        values = [value for name, value in pad.items() if is_named(path, name)]
         if not values:
             raise ValueError(f"no pad value for {path}: add it to pad={dict(pad)}")
-        pad = values[0]
-    held = torch.tensor(pad, dtype=torch.float64).to(dtype).item()
-    rounds = (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
-    if not (cmath.isfinite(held) or not cmath.isfinite(pad) if rounds else held == pad):
+        value = values[0]
+    else:
+        value = pad
+    stored = torch.tensor(value, dtype=torch.float64).to(dtype).item()
+    is_number = dtype.is_floating_point or dtype.is_complex
+    if is_number and dtype.itemsize > 1:
+        # Rounding is as harmless as anywhere, but not overflow to infinity.
+        fits = cmath.isfinite(stored) or not cmath.isfinite(value)
+    else:
+        # Integers and bools would hold another value; floats of 8 bits may round far away.
+        fits = stored == value
+    if not fits:
         raise ValueError(
-            f"{path} would be padded with {pad}, which {dtype} cannot hold: convert the leaf, or "
+            f"{path} would be padded with {value}, which {dtype} cannot hold: convert the leaf, or "
             "choose in pad= a value that it holds and that weighs nothing"
         )
-    return pad
+    return value

@@ -1,12 +1,11 @@
-"""How many microbatches make an update."""
+"""Computes how many microbatches make an update."""
 
+import math
 from typing import NamedTuple
-
-from purestep.data.cut import divisors
 
 
 class BatchPlan(NamedTuple):
-    """An update of ``global_batch_size``, in microbatches of ``local_batch_size`` on each rank.
+    """Describes an update: microbatches of ``local_batch_size``, accumulated on each rank.
 
     Sizes count examples, or tokens if the plan was made from a token budget.
 
@@ -43,16 +42,17 @@ def plan(
     >>> plan(global_tokens=524_288, local_tokens=16_384, axis_size=8).accumulation_steps
     4
     """
-    of_examples = (
-        ("global_batch_size", global_batch_size),
-        ("local_batch_size", local_batch_size),
-    )
-    of_tokens = ("global_tokens", global_tokens), ("local_tokens", local_tokens)
-    sizes = {
-        name: size for name, size in (*of_examples, *of_tokens) if size is not None
+    arguments = {
+        "global_batch_size": global_batch_size,
+        "local_batch_size": local_batch_size,
+        "global_tokens": global_tokens,
+        "local_tokens": local_tokens,
     }
-    if [*sizes] not in (
-        [name for name, _ in pair] for pair in (of_examples, of_tokens)
+    sizes = {name: size for name, size in arguments.items() if size is not None}
+    names = [*sizes]
+    if names not in (
+        ["global_batch_size", "local_batch_size"],
+        ["global_tokens", "local_tokens"],
     ):
         raise ValueError(
             "plan takes global_batch_size and local_batch_size, or global_tokens and local_tokens; "
@@ -61,21 +61,44 @@ def plan(
     for name, size in {**sizes, "axis_size": axis_size}.items():
         if size < 1:
             raise ValueError(f"plan: {name}={size} must be at least 1")
-    (whole, total), (part, local) = sizes.items()
-    together = local * axis_size
-    steps, rest = divmod(total, together)
-    if rest:
-        near = [size for size in (steps * together, (steps + 1) * together) if size]
-        ways = [f"{whole}={' or '.join(map(str, near))}"]
-        if (
-            total % axis_size == 0 and total <= 10**12
-        ):  # beyond, its divisors take too long to find
-            closest = sorted(
-                divisors(total // axis_size), key=lambda d: abs(d - local)
-            )[:2]
-            ways.append(f"{part}={' or '.join(map(str, sorted(closest)))}")
+    global_name, local_name = names
+    global_size, local_size = sizes.values()
+    step_size = local_size * axis_size
+    accumulation_steps, remainder = divmod(global_size, step_size)
+    if remainder:
+        global_sizes, local_sizes = _suggest_sizes(global_size, local_size, axis_size)
+        suggestions = [f"{global_name}={' or '.join(global_sizes)}"]
+        if local_sizes:
+            suggestions.append(f"{local_name}={' or '.join(local_sizes)}")
         raise ValueError(
-            f"plan: {whole}={total} is no multiple of {part} * axis_size = {local} * {axis_size} "
-            f"= {together}. Nearest that work: {'; '.join(ways)}"
+            f"plan: {global_name}={global_size} is no multiple of {local_name} * axis_size = "
+            f"{local_size} * {axis_size} = {step_size}. Nearest that work: "
+            f"{'; '.join(suggestions)}"
         )
-    return BatchPlan(total, local, axis_size, steps)
+    return BatchPlan(global_size, local_size, axis_size, accumulation_steps)
+
+
+def _suggest_sizes(
+    global_size: int, local_size: int, axis_size: int
+) -> tuple[list[str], list[str]]:
+    """Returns the nearest global sizes that fit the local one, and the reverse."""
+    step_size = local_size * axis_size
+    steps = global_size // step_size
+    global_sizes = [str(n * step_size) for n in (steps, steps + 1) if n]
+    # Beyond 10¹², finding the divisors takes too long.
+    if global_size % axis_size or global_size > 10**12:
+        return global_sizes, []
+    local_sizes = list_divisors(global_size // axis_size)
+    nearest = sorted(local_sizes, key=lambda size: abs(size - local_size))[:2]
+    return global_sizes, [str(size) for size in sorted(nearest)]
+
+
+def list_divisors(number: int) -> list[int]:
+    """Returns the divisors of a number, in ascending order.
+
+    >>> list_divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    large = [number // d for d in small]
+    return sorted({*small, *large})

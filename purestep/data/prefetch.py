@@ -1,4 +1,4 @@
-"""Groups on their way to the device while another is in use."""
+"""Copies groups to the device while another is in use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -20,12 +19,18 @@ from purestep.types import Microbatch, WeightFn
 _Groups: TypeAlias = Iterable[Sequence[Microbatch]]
 
 
-class prefetch(Iterator["PrefetchedGroup"]):  # noqa: N801
+def prefetch(
+    groups: _Groups,
+    device: torch.device | str,
+    depth: int = 2,
+    *,
+    weight_fn: WeightFn = label_weights,
+) -> PrefetchedGroups:
     """Prepares groups in a thread, and copies their microbatches to ``device``, one at a time.
 
     The thread takes groups from their source, pins them, and counts their tokens on the host. It
     copies one microbatch while the step uses another. Tensors that are on the device are not
-    copied: a source that fills them anew must clone them. The step reads the count without waiting
+    copied: a source that overwrites them must clone them. The step reads the count without waiting
     for the device. Leaves that are not tensors stay as they are. Mappings that optree takes for
     leaves, such as a tokenizer's ``BatchEncoding``, become dicts.
 
@@ -52,27 +57,34 @@ class prefetch(Iterator["PrefetchedGroup"]):  # noqa: N801
     >>> [[m["labels"].tolist() for m in group] for group in prefetch(groups, "cpu")]
     [[[1, -100]], []]
     """
+    if depth < 1:
+        raise ValueError(
+            f"prefetch: {depth=} leaves no room on the device; take 2 to overlap"
+        )
+    position: int | None = getattr(groups, "position", None)
+    return PrefetchedGroups(_Prefetcher(groups, device, depth, weight_fn), position)
 
-    def __init__(
-        self,
-        groups: _Groups,
-        device: torch.device | str,
-        depth: int = 2,
-        *,
-        weight_fn: WeightFn = label_weights,
-    ) -> None:
-        if depth < 1:
-            raise ValueError(
-                f"prefetch: {depth=} leaves no room on the device; take 2 to overlap"
-            )
-        self.position: int | None = getattr(groups, "position", None)
-        self._copies = _Copies(groups, device, depth, weight_fn)
-        self._close = weakref.finalize(self, self._copies.close)
+
+class PrefetchedGroups(Iterator["PrefetchedGroup"]):
+    """Yields groups whose microbatches are on the device, as ``ps.prefetch`` makes them.
+
+    Attributes:
+        position: that of the last group that you took; None if the source has none.
+
+    >>> groups = prefetch([[{"labels": torch.tensor([1, -100])}]], "cpu")
+    >>> type(groups).__name__, groups.position
+    ('PrefetchedGroups', None)
+    """
+
+    def __init__(self, prefetcher: _Prefetcher, position: int | None) -> None:
+        self.position = position
+        self._prefetcher = prefetcher
+        self._close = weakref.finalize(self, prefetcher.close)
         self._close.atexit = False
 
     def __next__(self) -> PrefetchedGroup:
-        """The next group, when there is one; its microbatches may still be on their way."""
-        group = self._copies.next_group()
+        """Returns the next group, whose microbatches may not have arrived yet."""
+        group = self._prefetcher.next_group()
         if group is None:
             self.close()
             raise StopIteration
@@ -85,23 +97,28 @@ class prefetch(Iterator["PrefetchedGroup"]):  # noqa: N801
 
 
 class PrefetchedGroup(PreweightedMicrobatches):
-    """A group on its way to the device: the first iteration waits for each microbatch in turn.
+    """Gives microbatches on the device: the first iteration waits for each copy in turn.
 
-    Iterated again, or indexed, it is copied from the host again.
+    Iterated again, or indexed, it copies them from the host again.
     """
 
     position: int | None
-    left = False
-    _streamed = False
+    abandoned = False
+    _is_streamed = False
 
     def __init__(
-        self, copies: _Copies, on_host: list[Microbatch], weights: list[Tensor]
+        self,
+        prefetcher: _Prefetcher,
+        on_host: list[Microbatch],
+        weights: list[Tensor],
     ) -> None:
-        self._copies, self._on_host, self._weights = copies, on_host, weights
+        self._prefetcher = prefetcher
+        self._on_host = on_host
+        self._weights = weights
 
     def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:
-        """Those of each microbatch, on the host: known, where this is ``prefetch``'s weight_fn."""
-        if weight_fn == self._copies.weight_fn:
+        """Returns the weights of each microbatch; those of ``prefetch``'s weight_fn are cached."""
+        if weight_fn == self._prefetcher.weight_fn:
             return self._weights
         return [compute_weights(weight_fn, microbatch) for microbatch in self._on_host]
 
@@ -109,23 +126,27 @@ class PrefetchedGroup(PreweightedMicrobatches):
         return len(self._on_host)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._copies.copy(
-            self._on_host[index]
-        )  # one microbatch, or a list of some
+        microbatch_or_list = self._on_host[index]
+        return self._prefetcher.copy_to_device(microbatch_or_list)
 
     def __iter__(self) -> Iterator[Microbatch]:
-        streamed, self._streamed = self._streamed, True
+        is_again = self._is_streamed
+        self._is_streamed = True
         for microbatch in self._on_host:
-            yield self._copies.copy(microbatch) if streamed else self._copies.take(self)
+            if is_again:
+                yield self._prefetcher.copy_to_device(microbatch)
+            else:
+                yield self._prefetcher.next_microbatch(self)
 
 
-class _Copies:
-    """The state that the thread and its consumer share, under one condition.
+class _Prefetcher:
+    """Shares a queue between the thread and its consumer, under one condition.
 
-    ``ahead`` holds what the consumer has yet to take, in order: each group, then the copies of its
-    microbatches. The thread announces a group while fewer than ``depth`` things are ahead. A copy
-    takes one of ``room``, which begins at ``depth - 1``. The consumer adds one whenever it asks for
-    a microbatch, since it then lets go of the one before. It adds one for each copy that it drops.
+    ``queue`` holds what the consumer has yet to take, in order: each group, then the copies of its
+    microbatches. The thread adds a group while fewer than ``depth`` items are in the queue. A copy
+    takes one of ``free_slots``, which begins at ``depth - 1``. The consumer frees one whenever it
+    asks for a microbatch, since it then lets go of the one before. It also frees one for each copy
+    that it drops.
     """
 
     def __init__(
@@ -133,105 +154,122 @@ class _Copies:
     ) -> None:
         # With its index: the thread does not share the consumer's current device.
         self.device = torch.empty(0, device=device).device
-        self.stream = (
-            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        )
-        self.depth, self.room, self.weight_fn = depth, depth - 1, weight_fn
-        self.ahead: deque[Any] = deque()
+        self.stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.Stream(self.device)
+        self.weight_fn = weight_fn
+        self.depth = depth
+        self.free_slots = depth - 1
+        self.queue: deque[Any] = deque()
         self.current: PrefetchedGroup | None = None
-        self.closed = self.finished = False
+        self.closed = False
+        self.finished = False
         self.error: BaseException | None = None
         self.changed = threading.Condition()
         self.thread = threading.Thread(
-            None, self._run, "prefetch", (groups,), daemon=True
+            target=self._run, name="prefetch", args=(groups,), daemon=True
         )
 
     # The thread's side.
 
     def _run(self, groups: _Groups) -> None:
+        """Loads all groups. An error is raised again where the consumer is."""
         try:
             if self.stream is not None:
                 torch.cuda.set_device(self.device)  # where pinning claims memory
             for group in groups:
-                self._bring(group, getattr(groups, "position", None))
+                self._load(group, getattr(groups, "position", None))
                 if self.closed:
                     break
-        except BaseException as error:  # raised again where the consumer is
+        except BaseException as error:
             self.error = error
         with self.changed:
             self.finished = True
             self.changed.notify_all()
         atexit.unregister(self.close)
 
-    def _bring(self, microbatches: Sequence[Microbatch], position: int | None) -> None:
-        if not isinstance(microbatches, Sequence) or hasattr(microbatches, "_fields"):
+    def _load(self, microbatches: Sequence[Microbatch], position: int | None) -> None:
+        """Puts a group in the queue, then a copy of each of its microbatches."""
+        is_record = hasattr(microbatches, "_fields")
+        if not isinstance(microbatches, Sequence) or is_record:
             raise TypeError(
                 f"prefetch: a group is a list of microbatches, got {type(microbatches).__name__}: "
                 "group bare batches with ps.group(batches, k), or wrap each of them in a list"
             )
-        on_host = [
-            self._pinned(tree.mappings_to_dicts(microbatch))
-            for microbatch in microbatches
-        ]
-        weights = [
-            self._pinned(compute_weights(self.weight_fn, each)) for each in on_host
-        ]
+        on_host = []
+        for microbatch in microbatches:
+            on_host.append(self._pin(tree.mappings_to_dicts(microbatch)))
+        weights = []
+        for microbatch in on_host:
+            weights.append(self._pin(compute_weights(self.weight_fn, microbatch)))
         group = PrefetchedGroup(self, on_host, weights)
         group.position = position
         with self.changed:
-            self.changed.wait_for(lambda: self.closed or len(self.ahead) < self.depth)
-        self._put(group)
+            self.changed.wait_for(lambda: self.closed or len(self.queue) < self.depth)
+        self._enqueue(group)
         for microbatch in on_host:
-            with self.changed:
-                self.changed.wait_for(
-                    lambda: self.closed or group.left or self.room > 0
-                )
-                if self.closed or group.left:
-                    return
-                self.room -= 1
-            self._put(self._copied_aside(microbatch))
+            if not self._claim_slot(group):
+                return
+            # Not bound to a name, which would keep the copy alive after the consumer's.
+            self._enqueue(self._copy_on_stream(microbatch))
 
-    def _put(self, item: Any) -> None:
+    def _claim_slot(self, group: PrefetchedGroup) -> bool:
+        """Waits for a free slot and takes it; returns False if the group is no longer wanted."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self.closed or group.abandoned or self.free_slots > 0
+            )
+            if self.closed or group.abandoned:
+                return False
+            self.free_slots -= 1
+            return True
+
+    def _enqueue(self, item: Any) -> None:
+        """Puts a group or a copy in the queue."""
         with self.changed:
             if not self.closed:
-                self.ahead.append(item)
+                self.queue.append(item)
                 self.changed.notify_all()
 
-    def _pinned(self, microbatch: Microbatch) -> Microbatch:
+    def _pin(self, microbatch: Microbatch) -> Microbatch:
+        """Moves tensors to pinned memory, from which copies to a GPU do not wait."""
         if self.stream is None:
             return microbatch
         return _map_tensors(
             lambda x: x.pin_memory() if x.device.type == "cpu" else x, microbatch
         )
 
-    def _copied_aside(self, microbatch: Microbatch) -> tuple[Microbatch, Any]:
-        """The copy, made on a stream beside the consumer's, and the event of its arrival."""
-        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            return self.copy(
-                microbatch
-            ), self.stream.record_event() if self.stream else None
+    def _copy_on_stream(self, microbatch: Microbatch) -> tuple[Microbatch, Any]:
+        """Copies on a stream other than the consumer's; returns the copy and its arrival event."""
+        if self.stream is None:
+            return self.copy_to_device(microbatch), None
+        with torch.cuda.stream(self.stream):
+            return self.copy_to_device(microbatch), self.stream.record_event()
 
-    def copy(self, microbatch: Microbatch) -> Microbatch:
-        """The microbatch on the device."""
+    def copy_to_device(self, microbatch: Microbatch) -> Microbatch:
+        """Copies the tensors of a microbatch to the device."""
         return _map_tensors(lambda leaf: tree.to_device(leaf, self.device), microbatch)
 
     # The consumer's side.
 
     def next_group(self) -> PrefetchedGroup | None:
-        """The next group, or None at the end."""
+        """Returns the next group, or None at the end."""
         with self.changed:
             if self.thread.ident is None and not self.closed:
                 # A daemon that is inside of torch when the interpreter ends takes it down.
                 atexit.register(self.close, seconds=5.0)
                 self.thread.start()
             if self.current is not None:
-                self.current.left = True
-            while not isinstance(item := self._next(), PrefetchedGroup | None):
-                self.room += 1
+                self.current.abandoned = True
+            item = self._dequeue()
+            while item is not None and not isinstance(item, PrefetchedGroup):
+                self.free_slots += 1  # This copy of the abandoned group is dropped.
+                item = self._dequeue()
             self.current = item
             if item is not None or self.error is None or self.closed:
                 return item
-            error, self.error = self.error, None
+            error = self.error
+            self.error = None
         if isinstance(error, StopIteration):
             # Raised by an iterator, it would be the end of the data.
             raise RuntimeError(
@@ -239,41 +277,42 @@ class _Copies:
             ) from error
         raise error
 
-    def take(self, group: PrefetchedGroup) -> Microbatch:
-        """The group's next microbatch, when it has arrived."""
+    def next_microbatch(self, group: PrefetchedGroup) -> Microbatch:
+        """Returns the group's next microbatch, when it has arrived."""
+        item = None
         with self.changed:
-            self.room += not group.left
-            item = None if group.left else self._next()
-            if group.left or self.closed:
+            if not group.abandoned:
+                self.free_slots += 1
+                item = self._dequeue()
+            if group.abandoned or self.closed:
                 raise RuntimeError(
                     "prefetch: this group was left for a later one, or its iterator was closed: "
                     "use each group before the next"
                 )
             if item is None:
-                assert self.error is not None, (
-                    "the thread ended in the middle of a group"
-                )
+                assert self.error is not None, "the thread ended within a group"
                 raise self.error
         microbatch, event = item
         if event is not None:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_event(event)
-            for leaf in filter(torch.is_tensor, tree.leaves(microbatch)):
-                leaf.record_stream(here)
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(event)
+            for leaf in tree.leaves(microbatch):
+                if isinstance(leaf, Tensor):
+                    leaf.record_stream(stream)
         return microbatch
 
-    def _next(self) -> Any:
-        """The next thing ahead, or None at the end."""
+    def _dequeue(self) -> Any:
+        """Waits for the next item of the queue and returns it, or None at the end."""
         self.changed.notify_all()
-        self.changed.wait_for(lambda: self.ahead or self.finished or self.closed)
+        self.changed.wait_for(lambda: self.queue or self.finished or self.closed)
         self.changed.notify_all()
-        return self.ahead.popleft() if self.ahead else None
+        return self.queue.popleft() if self.queue else None
 
     def close(self, seconds: float = 0.25) -> None:
-        """Ends the thread, which first finishes what it is doing, and drops all copies."""
+        """Drops all copies, and ends the thread after what it is doing now."""
         with self.changed:
             self.closed = True
-            self.ahead.clear()
+            self.queue.clear()
             self.changed.notify_all()
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(seconds)
@@ -282,6 +321,7 @@ class _Copies:
 def _map_tensors(
     func: Callable[[Tensor], Tensor], microbatch: Microbatch
 ) -> Microbatch:
+    """Applies a function to the tensors of a tree, and leaves other leaves alone."""
     return tree.map(
         lambda leaf: func(leaf) if isinstance(leaf, Tensor) else leaf, microbatch
     )

@@ -12,6 +12,7 @@ It takes the extra: ``pip install 'purestep[huggingface]'``.
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,200 +22,299 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import purestep as ps
 from purestep import tree
 from purestep.examples import picture
-from purestep.examples.docstrings import distance, docstrings_of
+from purestep.examples.docstrings import extract_docstrings, relative_distance
 
 Params = dict[str, Tensor]
 Batch = dict[str, Tensor]
-Cut = Callable[[list[Batch]], list[Batch]]
+Group = list[Batch]
+Cut = Callable[[Group], Group]
+Run = list[Params]
+"""The parameters after each update."""
+Distances = dict[str, list[float]]
+"""For each kind of run, the largest distance after each update."""
 
 CONTEXT = 64
 GROUP = 12  # docstrings in an update
 RATE = 3e-3
-HUGE = 10**9  # tokens
+UNLIMITED = 10**9  # tokens
 OPTIMIZER = ps.optim.adamw(RATE)
 
+
+def pack_all(group: Group) -> Group:
+    """Packs a group into one microbatch."""
+    return ps.pack(group, max_tokens=UNLIMITED)
+
+
+def pack_fours(group: Group) -> Group:
+    """Packs four examples at a time, in order of arrival."""
+    microbatches = []
+    for four in ps.group(group, 4):
+        microbatches += pack_all(four)
+    return microbatches
+
+
+def pack_by_length(group: Group) -> Group:
+    """Packs examples of similar length, 256 tokens at most."""
+    return ps.pack(group, max_tokens=256)
+
+
+def pack_each(group: Group) -> Group:
+    """Makes a microbatch of each example."""
+    microbatches = []
+    for example in group:
+        microbatches += pack_all([example])
+    return microbatches
+
+
 CUTS: dict[str, Cut] = {
-    "one large microbatch": lambda group: ps.pack(group, max_tokens=HUGE),
-    "in order of arrival, fours": lambda group: [
-        packed
-        for four in ps.group(group, 4)
-        for packed in ps.pack(four, max_tokens=HUGE)
-    ],
-    "by length, 256 tokens at most": lambda group: ps.pack(group, max_tokens=256),
-    "one by one": lambda group: [ps.pack([each], max_tokens=HUGE)[0] for each in group],
+    "one large microbatch": pack_all,
+    "in order of arrival, fours": pack_fours,
+    "by length, 256 tokens at most": pack_by_length,
+    "one by one": pack_each,
 }
 
 
-def gpt2(dtype: torch.dtype) -> GPT2LMHeadModel:
-    """A small one: dropout of 0.1 in the embedding, in attention and in both residuals."""
+def make_gpt2(dtype: torch.dtype) -> GPT2LMHeadModel:
+    """Makes a small model: it drops 0.1 of the embedding, of attention and of both residuals."""
     config = GPT2Config(
-        vocab_size=256, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=2, bos_token_id=None,
-        eos_token_id=None, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=256,
+        n_positions=CONTEXT,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="eager",
+    )
     torch.manual_seed(0)
     return GPT2LMHeadModel(config).to(dtype).train()
 
 
-def groups(steps: int) -> list[list[Batch]]:
-    """A group of docstrings for each update. Each has a key, of the run and of its number in it."""
-    files = sorted((Path(sysconfig.get_paths()["stdlib"]) / "asyncio").glob("*.py"))
-    corpus = [list(text.encode()[:CONTEXT]) for text in docstrings_of(files)]
+def sample_groups(steps: int) -> list[Group]:
+    """Draws a group of docstrings for each update, and gives each docstring a key.
+
+    The key depends on the run's key and on the docstring's number in the run.
+    """
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(stdlib.glob("asyncio/*.py"))
+    texts = extract_docstrings(files)
     generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(len(corpus), (steps * GROUP,), generator=generator)
-    tokens = [torch.tensor(corpus[i]) for i in chosen.tolist()]
-    examples = [{"tokens": each, "labels": ps.shift_labels(each)} for each in tokens]
-    return list(ps.group(ps.random.with_keys(examples, ps.random.key(0)), GROUP))
+    num_examples = steps * GROUP
+    order = torch.randint(len(texts), (num_examples,), generator=generator)
+    examples = []
+    for i in order.tolist():
+        data = texts[i].encode()[:CONTEXT]
+        tokens = torch.tensor(list(data))
+        labels = ps.shift_labels(tokens)
+        examples.append({"tokens": tokens, "labels": labels})
+    key = ps.random.key(0)
+    keyed = ps.random.with_keys(examples, key)
+    return list(ps.group(keyed, GROUP))
 
 
 def train(
     axis: ps.testing.ThreadAxis | ps.MeshAxis,
     model: GPT2LMHeadModel,
     cut: Cut,
-    data: list[list[Batch]],
+    data: list[Group],
     optimizer: ps.optim.Optimizer = OPTIMIZER,
-) -> list[Params]:
-    """What one rank does with its share of each group: the parameters after each update."""
+) -> Run:
+    """Trains on this rank's share of each group; returns the parameters after each update."""
     params, apply = ps.from_module(model)
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
         output = apply(
-            params, input_ids=batch["tokens"], use_cache=False, key=batch["key"]
+            params,
+            input_ids=batch["tokens"],
+            use_cache=False,
+            key=batch["key"],
         )
         return ps.losses.cross_entropy(output.logits, batch["labels"])
 
     update_step = ps.make_update_step(loss_fn, optimizer, axis=axis)
-    opt_state, path = optimizer.init(params), []
+    opt_state = optimizer.init(params)
+    run = []
     for group in data:
-        mine = ps.balance(group, ranks=axis.size)[axis.rank]
-        params, opt_state, _ = update_step(params, opt_state, cut(mine))
-        path.append(params)
-    return path
+        shares = ps.balance(group, ranks=axis.size)
+        share = shares[axis.rank]
+        microbatches = cut(share)
+        params, opt_state, _ = update_step(params, opt_state, microbatches)
+        run.append(params)
+    return run
 
 
-def pure(
-    cut: Cut, ranks: int, data: list[list[Batch]], dtype: torch.dtype
-) -> list[Params]:
-    """The parameters after each update of purestep's, over so many ranks, which are threads."""
-    axis, model = ps.testing.ThreadAxis(ranks), gpt2(dtype)
-    first: list[Params] = axis.map(lambda _: train(axis, model, cut, data))(
-        [*range(ranks)]
-    )[0]
-    return first
+def train_on_threads(
+    cut: Cut, num_ranks: int, data: list[Group], dtype: torch.dtype
+) -> Run:
+    """Trains with purestep over ranks that are threads; all ranks end alike."""
+    axis = ps.testing.ThreadAxis(num_ranks)
+    model = make_gpt2(dtype)
+
+    def train_on_rank(rank: int) -> Run:
+        return train(axis, model, cut, data)
+
+    train_on_ranks = axis.map(train_on_rank)
+    runs: list[Run] = train_on_ranks(range(num_ranks))
+    return runs[0]
 
 
-def usual(cut: Cut, data: list[list[Batch]], dtype: torch.dtype) -> list[Params]:
-    """The same of the usual loop, which gives each microbatch the same share whatever is in it."""
-    model = gpt2(dtype)
+def train_all_cuts(data: list[Group], dtype: torch.dtype) -> list[Run]:
+    """Trains with purestep on each cut, over one rank and over two."""
+    runs = []
+    for num_ranks in (1, 2):
+        for cut in CUTS.values():
+            run = train_on_threads(cut, num_ranks, data, dtype)
+            runs.append(run)
+    return runs
+
+
+def train_in_usual_loop(cut: Cut, data: list[Group], dtype: torch.dtype) -> Run:
+    """Trains with a loop that gives each microbatch the same share, however many its tokens."""
+    model = make_gpt2(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    path = []
-    torch.manual_seed(1)  # what its dropouts draw from
+    run = []
+    # The dropouts draw from the global generator.
+    torch.manual_seed(1)
     for group in data:
         microbatches = cut(group)
         for batch in microbatches:
-            logits = model(input_ids=batch["tokens"], use_cache=False).logits
-            loss = functional.cross_entropy(
-                logits.flatten(0, 1), batch["labels"].flatten()
-            )
-            (loss / len(microbatches)).backward()
+            output = model(input_ids=batch["tokens"], use_cache=False)
+            logits = output.logits.flatten(0, 1)
+            labels = batch["labels"].flatten()
+            loss = functional.cross_entropy(logits, labels)
+            loss = loss / len(microbatches)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        path.append({k: p.detach().clone() for k, p in model.named_parameters()})
-    return path
+        params = {}
+        for name, parameter in model.named_parameters():
+            params[name] = parameter.detach().clone()
+        run.append(params)
+    return run
 
 
-def worst(runs: Sequence[list[Params]]) -> list[float]:
-    """After each update, the largest distance of any run from the first, relative to it."""
-    return [
-        max(distance(other, first) for other in others)
-        for first, *others in zip(*runs, strict=True)
-    ]
+def measure_distances(runs: list[Run]) -> list[float]:
+    """Measures after each update how far any run is from the first, relative to its norm."""
+    largest = []
+    for first, *others in zip(*runs, strict=True):
+        distances = [relative_distance(other, first) for other in others]
+        largest.append(max(distances))
+    return largest
 
 
-def flat(params: Params) -> Tensor:
-    """All parameters as one vector."""
-    return torch.cat([leaf.detach().flatten() for leaf in tree.leaves(params)])
+def concatenate(params: Params) -> Tensor:
+    """Joins all parameters to one vector."""
+    leaves = tree.leaves(params)
+    vectors = [leaf.detach().flatten() for leaf in leaves]
+    return torch.cat(vectors)
 
 
-def plane(runs: Sequence[list[Params]], chosen: int) -> list[tuple[Tensor, Tensor]]:
-    """Each run's way, in the plane in which the ends of the first ``chosen`` runs differ most."""
-    start = flat(dict(gpt2(torch.float64).named_parameters()))
-    ways = torch.stack([torch.stack([start, *map(flat, run)]) - start for run in runs])
-    ends = ways[:chosen, -1] - ways[:chosen, -1].mean(0)
-    directions = torch.linalg.svd(ends, full_matrices=False).Vh[:2]
-    return [(way @ directions[0], way @ directions[1]) for way in ways]
+def project(runs: list[Run], num_spanning: int) -> list[Tensor]:
+    """Projects runs onto the plane in which the ends of the first ``num_spanning`` differ most."""
+    model = make_gpt2(torch.float64)
+    start = concatenate(dict(model.named_parameters()))
+    paths = []
+    for run in runs:
+        points = [concatenate(params) for params in run]
+        path = torch.stack([start, *points])
+        paths.append(path - start)
+    ends = [path[-1] for path in paths[:num_spanning]]
+    stacked = torch.stack(ends)
+    centred = stacked - stacked.mean(0)
+    directions = torch.linalg.svd(centred, full_matrices=False).Vh
+    plane = directions[:2]
+    return [plane @ path.T for path in paths]
 
 
-def draw(
-    path: Path,
-    usual: list[list[Params]],
-    pure: list[list[Params]],
-    far: dict[str, list[float]],
-) -> None:
-    """The ways on the left, the distances on the right."""
-    figure, (left, right) = picture.panels(
-        "Parameters on their way, seen where the ends differ most",
-        "Largest distance from the first cut, ‖θ − θ₁‖ / ‖θ₁‖",
-    )
-    for number, (x, y) in enumerate(plane([*usual, *pure], len(usual) + 1)):
-        color = picture.ORANGE if number < len(usual) else picture.BLUE
-        left.plot(x, y, color=color, linewidth=1.8)
-        left.plot(x[-1], y[-1], "o", color=color)
-    left.plot(0, 0, "o", color=picture.GREY)
-    picture.say(left, "start", (0, 0), picture.GREY, xytext=(4, -11))
+def plot_path(axes: Any, path: Tensor, color: str) -> None:
+    """Plots a projected run, with a dot at its end."""
+    x, y = path
+    picture.plot_line(axes, x, y, color)
+    axes.plot(x[-1], y[-1], "o", color=color)
+
+
+def plot_paths(axes: Any, usual: list[Run], pure: list[Run]) -> None:
+    """Plots the way of the parameters: those of the usual loop, then purestep's."""
+    num_usual = len(usual)
+    paths = project([*usual, *pure], num_spanning=num_usual + 1)
+    for path in paths[:num_usual]:
+        plot_path(axes, path, picture.ORANGE)
+    for path in paths[num_usual:]:
+        plot_path(axes, path, picture.BLUE)
+    axes.plot(0, 0, "o", color=picture.GREY)
+    picture.annotate(axes, "start", (0, 0), picture.GREY, shift=(4, -11))
+
     cuts = f"{len(CUTS)} cuts"
-    for place, words, color in [
-        (
-            0.0,
-            f"the usual loop, {cuts}:\n{len(usual)} runs, {len(usual)} curves",
-            picture.ORANGE,
-        ),
-        (
-            0.42,
-            f"purestep, {cuts} on 1 rank and on 2:\n{len(pure)} runs, one curve",
-            picture.BLUE,
-        ),
-    ]:
-        where = {"transform": left.transAxes, "va": "top"}
-        left.text(place, -0.03, words, color=color, fontsize=11, **where)
-    left.spines[:].set_visible(False)
-    left.set_aspect("equal", "datalim")
-    left.set_xticks([])
-    left.set_yticks([])
+    axes.text(
+        0.0,
+        -0.03,
+        f"the usual loop, {cuts}:\n{len(usual)} runs, {len(usual)} curves",
+        color=picture.ORANGE,
+        fontsize=11,
+        transform=axes.transAxes,
+        va="top",
+    )
+    axes.text(
+        0.42,
+        -0.03,
+        f"purestep, {cuts} on 1 rank and on 2:\n{len(pure)} runs, one curve",
+        color=picture.BLUE,
+        fontsize=11,
+        transform=axes.transAxes,
+        va="top",
+    )
+    axes.spines[:].set_visible(False)
+    axes.set_aspect("equal", "datalim")
+    axes.set_xticks([])
+    axes.set_yticks([])
 
-    for name, values in far.items():
+
+def plot_distances(axes: Any, distances: Distances) -> None:
+    """Plots the largest distance between runs over the updates."""
+    for name, values in distances.items():
         color = picture.ORANGE if "usual" in name else picture.BLUE
-        right.semilogy(range(1, len(values) + 1), values, color=color, linewidth=1.8)
-        picture.say(
-            right, name, (len(values), values[-1]), color, xytext=(0, 9), ha="right"
-        )
-    right.set_ylim(1e-17, 3)
-    right.set_xlim(0)
-    right.set_xlabel("update")
-    picture.save(figure, path)
+        updates = range(1, len(values) + 1)
+        picture.plot_line(axes, updates, values, color)
+        picture.annotate_end(axes, name, updates, values, color, shift=(0, 9))
+    axes.set_yscale("log")
+    axes.set_ylim(1e-17, 3)
+    axes.set_xlim(0)
+    axes.set_xlabel("update")
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
-    """Trains all of them; prints, draws and returns how far apart they are after each update."""
-    options = picture.parser(__doc__, "cut_invariance", 20).parse_args(arguments)
-    data, wide, narrow = groups(options.steps), torch.float64, torch.float32
-    arrangements = [(cut, ranks) for ranks in (1, 2) for cut in CUTS.values()]
-    exact = [pure(cut, ranks, data, wide) for cut, ranks in arrangements]
-    rounded = [pure(cut, ranks, data, narrow) for cut, ranks in arrangements]
-    loops = [usual(cut, data, wide) for cut in CUTS.values()]
-    far = {
-        "purestep, float64": worst(exact),
-        "purestep, float32": worst(rounded),
-        "the usual loop, float64": worst(loops),
+def main(arguments: Sequence[str] | None = None) -> Distances:
+    """Trains all runs; prints, plots and returns how far apart they are after each update."""
+    parser = picture.make_parser(__doc__, "cut_invariance", 20)
+    options = parser.parse_args(arguments)
+    data = sample_groups(options.steps)
+    exact = train_all_cuts(data, torch.float64)
+    rounded = train_all_cuts(data, torch.float32)
+    usual = []
+    for cut in CUTS.values():
+        run = train_in_usual_loop(cut, data, torch.float64)
+        usual.append(run)
+    distances = {
+        "purestep, float64": measure_distances(exact),
+        "purestep, float32": measure_distances(rounded),
+        "the usual loop, float64": measure_distances(usual),
     }
     print(
-        f"{len(exact)} runs of purestep, {len(loops)} of the usual loop, {options.steps} updates"
+        f"{len(exact)} runs of purestep, {len(usual)} of the usual loop, "
+        f"{options.steps} updates"
     )
-    for name, values in far.items():
+    for name, values in distances.items():
         print(
             f"largest distance from the first run, {name}: {values[-1]:.1e} of its norm"
         )
-    draw(options.picture, loops, exact, far)
-    return far
+
+    figure, (left_axes, right_axes) = picture.make_panels(
+        "Parameters on their way, seen where the ends differ most",
+        "Largest distance from the first cut, ‖θ − θ₁‖ / ‖θ₁‖",
+    )
+    plot_paths(left_axes, usual, exact)
+    plot_distances(right_axes, distances)
+    picture.save(figure, options.picture)
+    return distances
 
 
 if __name__ == "__main__":

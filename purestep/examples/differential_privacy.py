@@ -14,8 +14,6 @@ The picture shows that the same promise costs less accuracy among more examples.
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +22,13 @@ from torch import Tensor
 import purestep as ps
 from purestep import tree
 from purestep.examples import mlp, picture
-from purestep.examples.docstrings import distance
+from purestep.examples.docstrings import relative_distance
 from purestep.examples.mlp import Params
 from purestep.types import LossFn, WeightFn
 
 Batch = dict[str, Tensor]
+Accuracies = dict[int, list[float]]
+"""For each number of examples, the accuracy with each noise."""
 
 CLASSES = 10
 FEATURES = 20
@@ -39,6 +39,7 @@ SEEDS = 2
 CLIP = 1.0
 DELTA = 1e-5
 OPTIMIZER = ps.optim.sgd(1.0, momentum=0.8)
+COLORS = (picture.ORANGE, picture.GREEN, picture.BLUE)
 
 
 def private_update_step(
@@ -56,180 +57,253 @@ def private_update_step(
     axis: ps.Axis = ps.LocalAxis(),
     chunk_size: int = 64,
 ) -> tuple[Any, Any]:
-    """One update of differentially private SGD [Abadi et al., 2016]: new params, optimizer state.
+    """Makes one update of differentially private SGD: new params, optimizer state.
 
         g = (Σₑ gₑ · min(1, clip / ‖gₑ‖₂)  +  noise · clip · z) / batch_size,    z ~ N(0, 1)
 
-    An example e is a row of a microbatch, and gₑ the gradient of its tokens' weighted losses. The
-    sum runs over all examples of all ranks, so the cut does not matter. The noise is drawn once,
-    from ``key``: a new one each step, kept secret, the same on every rank. ``batch_size`` is the
-    expected number of examples: to divide by the true one would tell it. Gradients of
-    ``chunk_size`` examples are held at once.
+    An example e is a row of a microbatch, and gₑ the gradient of its tokens' weighted losses
+    [Abadi et al., 2016]. The sum runs over all examples of all ranks, so the cut does not matter.
+    The noise is drawn once, from ``key``: a new one each step, kept secret, the same on every rank.
+    ``batch_size`` is the expected number of examples: to divide by the true one would tell it.
+    Gradients of ``chunk_size`` examples are held at once.
 
     >>> group = [torch.tensor([[3.0, 4.0]]), torch.tensor([[0.5, 0.0]])]
     >>> sgd, w, key = ps.optim.sgd(1.0), torch.zeros(2), ps.random.key(0)
-    >>> how = {"weight_fn": lambda m: torch.ones(len(m)), "clip": 2.5, "batch_size": 2}
-    >>> private_update_step(  # clipped to (1.5, 2) and (0.5, 0)
-    ...     w, sgd.init(w), group, key, loss_fn=lambda w, m: m @ w, optimizer=sgd, noise=0.0, **how
-    ... )[0]
+    >>> settings = {"clip": 2.5, "noise": 0.0, "batch_size": 2, "optimizer": sgd}
+    >>> settings["weight_fn"] = lambda microbatch: torch.ones(len(microbatch))
+    >>> new_w, _ = private_update_step(
+    ...     w, sgd.init(w), group, key, loss_fn=lambda w, m: m @ w, **settings
+    ... )
+    >>> new_w  # The gradients are clipped to (1.5, 2) and (0.5, 0).
     tensor([-1., -1.])
     """
 
-    def clipped(example: Any) -> Any:
+    def clip_grads(example: Any) -> Any:
         row = tree.map(lambda leaf: leaf[None], example)
         sums = ps.accumulate(loss_fn, params, [row], weight_fn=weight_fn)
-        factor = (clip / tree.global_norm(sums.grads)).clamp(max=1)
-        present = (
-            sums.counts.num_tokens > 0
-        )  # a row of padding adds zero, whatever is in it
-        return tree.map(lambda grad: torch.where(present, grad * factor, 0), sums.grads)
+        norm = tree.global_norm(sums.grads)
+        factor = (clip / norm).clamp(max=1)
+        # A row of padding adds zero, even if its gradient is NaN.
+        has_tokens = sums.counts.num_tokens > 0
 
-    total = ps.accumulate(loss_fn, params, [], weight_fn=weight_fn).grads  # zeros
+        def scale(grad: Tensor) -> Tensor:
+            return torch.where(has_tokens, grad * factor, 0)
+
+        return tree.map(scale, sums.grads)
+
+    def sum_rows(grads: Tensor) -> Tensor:
+        return grads.sum(0)
+
+    # The gradient over no microbatches is zero.
+    zero = ps.accumulate(loss_fn, params, [], weight_fn=weight_fn)
+    total = zero.grads
     for microbatch in microbatches:
         leaves, structure = tree.flatten(microbatch)
-        for start in range(0, len(leaves[0]), chunk_size):
-            chunk = [leaf[start : start + chunk_size] for leaf in leaves]
-            each = torch.vmap(clipped, randomness="different")(
-                tree.unflatten(structure, chunk)
-            )
-            total = tree.map(lambda so_far, grads: so_far + grads.sum(0), total, each)
+        num_rows = len(leaves[0])
+        for start in range(0, num_rows, chunk_size):
+            stop = start + chunk_size
+            chunk = [leaf[start:stop] for leaf in leaves]
+            examples = tree.unflatten(structure, chunk)
+            grads = torch.vmap(clip_grads, randomness="different")(examples)
+            summed = tree.map(sum_rows, grads)
+            total = tree.map(torch.add, total, summed)
+    total = ps.psum(total, axis)
 
-    sums, structure = tree.flatten(ps.psum(total, axis))
-    keys = ps.random.split(key, len(sums))
-    drawn = [
-        ps.random.normal(k, g.shape, g.dtype) for k, g in zip(keys, sums, strict=True)
-    ]
-    noisy = [
-        (g + noise * clip * z) / batch_size for g, z in zip(sums, drawn, strict=True)
-    ]
-    return optimizer.update(tree.unflatten(structure, noisy), opt_state, params)
+    leaves, structure = tree.flatten(total)
+    keys = ps.random.split(key, len(leaves))
+    noisy = []
+    for leaf, leaf_key in zip(leaves, keys, strict=True):
+        z = ps.random.normal(leaf_key, leaf.shape, leaf.dtype)
+        noised = leaf + noise * clip * z
+        noisy.append(noised / batch_size)
+    grads = tree.unflatten(structure, noisy)
+    return optimizer.update(grads, opt_state, params)
 
 
-def people(number: int, seed: int) -> Batch:
-    """Points around the ten centres, which are the same for all seeds."""
-    centres = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(seed)
+def sample_people(number: int, seed: int) -> Batch:
+    """Draws points around ten centres, which are the same for all seeds."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(CLASSES, FEATURES, generator=generator)
+    generator.manual_seed(seed)
     labels = torch.randint(CLASSES, (number,), generator=generator)
-    x = centres[labels] + 1.2 * torch.randn(number, FEATURES, generator=generator)
+    noise = torch.randn(number, FEATURES, generator=generator)
+    x = centres[labels] + 1.2 * noise
     return {"x": x, "labels": labels}
 
 
 def init(generator: torch.Generator) -> Params:
-    """One hidden layer."""
-    return mlp.init((FEATURES, WIDTH, CLASSES), generator, dtype=torch.float32)
+    """Initializes a network with one hidden layer."""
+    widths = (FEATURES, WIDTH, CLASSES)
+    return mlp.init(widths, generator, dtype=torch.float32)
 
 
 def loss_fn(params: Params, batch: Batch) -> Tensor:
-    """Cross entropy of each example."""
-    return ps.losses.cross_entropy(mlp.apply(params, batch["x"]), batch["labels"])
+    """Computes the cross entropy of each example."""
+    logits = mlp.apply(params, batch["x"])
+    return ps.losses.cross_entropy(logits, batch["labels"])
 
 
-def train(data: Batch, noise: float, steps: int, seed: int, rows: int = 300) -> Params:
-    """The parameters after so many updates on all of the data, in microbatches of ``rows``."""
-    examples, key = len(data["x"]), ps.random.key(seed)
-    params = init(torch.Generator().manual_seed(1000 + seed))
-    group, opt_state = ps.split(data, k=examples // rows), OPTIMIZER.init(params)
-    update_step = partial(
-        private_update_step,
-        loss_fn=loss_fn,
-        optimizer=OPTIMIZER,
-        clip=CLIP,
-        chunk_size=300,
-    )
-    for step in range(steps):
-        params, opt_state = update_step(
+def train(
+    data: Batch,
+    noise_multiplier: float,
+    num_steps: int,
+    seed: int,
+    rows_per_microbatch: int = 300,
+) -> Params:
+    """Makes updates on all of the data at once, in microbatches."""
+    num_examples = len(data["x"])
+    group = ps.split(data, k=num_examples // rows_per_microbatch)
+    key = ps.random.key(seed)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    params = init(generator)
+    opt_state = OPTIMIZER.init(params)
+    for step in range(num_steps):
+        params, opt_state = private_update_step(
             params,
             opt_state,
             group,
             ps.random.fold_in(key, step),
-            noise=noise,
-            batch_size=examples,
+            loss_fn=loss_fn,
+            optimizer=OPTIMIZER,
+            clip=CLIP,
+            noise=noise_multiplier,
+            batch_size=num_examples,
+            chunk_size=300,
         )
     return params
 
 
-def accuracy(params: Params) -> float:
-    """On people outside of the training data."""
-    test = people(4000, seed=SEEDS)
-    return float(
-        (mlp.apply(params, test["x"]).argmax(-1) == test["labels"]).double().mean()
-    )
+def compute_accuracy(params: Params) -> float:
+    """Computes the accuracy on people outside of the training data."""
+    test = sample_people(4000, seed=SEEDS)
+    logits = mlp.apply(params, test["x"])
+    is_right = logits.argmax(-1) == test["labels"]
+    return float(is_right.double().mean())
 
 
-def mean_accuracy(examples: int, noise: float, steps: int) -> float:
-    """The mean of a few runs, each with other people and other noise."""
-    runs = [train(people(examples, seed), noise, steps, seed) for seed in range(SEEDS)]
-    return sum(map(accuracy, runs)) / SEEDS
+def compute_mean_accuracy(
+    num_examples: int, noise_multiplier: float, num_steps: int
+) -> float:
+    """Averages the accuracy over a few runs, each with other people and other noise."""
+    total = 0.0
+    for seed in range(SEEDS):
+        data = sample_people(num_examples, seed)
+        params = train(data, noise_multiplier, num_steps, seed)
+        total += compute_accuracy(params)
+    return total / SEEDS
 
 
-def apart(steps: int) -> float:
-    """How far two cuts of one batch end from each other, as a part of ‖θ‖: into 1, and into 12."""
-    data = people(1200, seed=0)
-    one, twelve = (train(data, 12.0, steps, 0, rows) for rows in (1200, 100))
-    return distance(twelve, one)
+def compare_cuts(num_steps: int) -> float:
+    """Measures how far a run on one microbatch ends from a run on twelve, relative to ‖θ‖."""
+    data = sample_people(1200, seed=0)
+    one = train(data, 12.0, num_steps, seed=0, rows_per_microbatch=1200)
+    twelve = train(data, 12.0, num_steps, seed=0, rows_per_microbatch=100)
+    return relative_distance(twelve, one)
 
 
-def epsilon(noise: float, steps: int) -> float:
-    """What so many updates promise; infinite without noise."""
-    rho = 2 * steps / noise**2 if noise else math.inf
+def compute_epsilon(noise_multiplier: float, num_steps: int) -> float:
+    """Computes the ε that these updates promise; infinite without noise."""
+    if noise_multiplier == 0:
+        return math.inf
+    rho = 2 * num_steps / noise_multiplier**2
     return rho + 2 * math.sqrt(rho * math.log(1 / DELTA))
 
 
-def draw(path: Path, steps: int, found: dict[int, list[float]]) -> None:
-    """Accuracy over the noise on the left, over ε on the right."""
-    figure, (left, right) = picture.panels(
+def print_accuracies(accuracies: Accuracies, epsilons: Sequence[float]) -> None:
+    """Prints a row of accuracies for each size of the data, and the ε of each column."""
+    head = ", ".join(f"{noise:g}" for noise in NOISES)
+    print(f"examples | accuracy with noise of {head}")
+    for num_examples, values in accuracies.items():
+        row = ", ".join(f"{value:.3f}" for value in values)
+        print(f"{num_examples:8} | {row}")
+    row = ", ".join(f"{epsilon:.2g}" for epsilon in epsilons)
+    print(f"       ε | {row}")
+
+
+def plot_accuracies(axes: Any, x: Sequence[float], accuracies: Accuracies) -> None:
+    """Plots a curve for each size of the data, and a line for the accuracy without noise."""
+    curves = zip(accuracies.values(), COLORS, strict=True)
+    for values, color in curves:
+        without_noise, *with_noise = values
+        picture.plot_line(axes, x, with_noise, color, marker="o")
+        axes.axhline(without_noise, color=color, linestyle=":", linewidth=1)
+    axes.axhline(1 / CLASSES, color="0.8", linewidth=1, zorder=0)
+    axes.set_xscale("log")
+
+
+def label_noises(axes: Any) -> None:
+    """Labels the panel of accuracies over the noise."""
+    noises = NOISES[1:]
+    axes.annotate(
+        "without noise",
+        (noises[-1], 0.92),
+        color=picture.GREY,
+        ha="right",
+        va="bottom",
+    )
+    axes.annotate(
+        "chance",
+        (noises[0], 1 / CLASSES),
+        color=picture.GREY,
+        va="bottom",
+    )
+    axes.set_ylim(0, 1)
+    labels = [f"{noise:g}" for noise in noises]
+    axes.set_xticks(noises, labels)
+    axes.minorticks_off()
+    axes.set_ylabel("accuracy on others")
+    axes.set_xlabel("noise, in clips")
+
+
+def label_epsilons(
+    axes: Any, epsilons: Sequence[float], accuracies: Accuracies
+) -> None:
+    """Labels the panel of accuracies over ε, and each curve where it is half way up."""
+    curves = zip(accuracies.items(), COLORS, strict=True)
+    for (num_examples, values), color in curves:
+        _, *with_noise = values
+        distances = [abs(value - 0.5) for value in with_noise]
+        nearest = distances.index(min(distances))
+        picture.annotate(
+            axes,
+            f"N = {num_examples:,}",
+            (epsilons[nearest], with_noise[nearest]),
+            color,
+            shift=(9, -5),
+        )
+    ticks = [0.3, 1, 3, 10, 30]
+    labels = [str(tick) for tick in ticks]
+    axes.set_xticks(ticks, labels)
+    axes.minorticks_off()
+    axes.set_xlabel("ε of (ε, 10⁻⁵): to the left it is harder to tell who was there")
+
+
+def main(arguments: Sequence[str] | None = None) -> Accuracies:
+    """Trains with each noise on data of each size; prints, plots and returns the accuracies."""
+    parser = picture.make_parser(__doc__, "differential_privacy", 30)
+    options = parser.parse_args(arguments)
+    accuracies: Accuracies = {}
+    for num_examples in SIZES:
+        accuracies[num_examples] = [
+            compute_mean_accuracy(num_examples, noise, options.steps)
+            for noise in NOISES
+        ]
+    epsilons = [compute_epsilon(noise, options.steps) for noise in NOISES]
+    print_accuracies(accuracies, epsilons)
+    difference = compare_cuts(options.steps)
+    print(f"one microbatch or 12, with noise: {difference:.0e} of ‖θ‖ apart")
+
+    figure, (left_axes, right_axes) = picture.make_panels(
         "The noise that an accuracy bears",
         "What it costs to be hidden among others",
         sharey=True,
     )
-    promises = [epsilon(noise, steps) for noise in NOISES[1:]]
-    for (examples, accuracies), color in zip(
-        found.items(), (picture.ORANGE, picture.GREEN, picture.BLUE), strict=True
-    ):
-        without, *noisy = accuracies
-        for axes, over in ((left, NOISES[1:]), (right, promises)):
-            axes.semilogx(over, noisy, "o-", color=color, linewidth=1.8, markersize=4)
-            axes.axhline(without, color=color, linestyle=":", linewidth=1)
-        at = min(range(len(noisy)), key=lambda i: abs(noisy[i] - 0.5))
-        words = f"N = {examples:,}"
-        picture.say(right, words, (promises[at], noisy[at]), color, xytext=(9, -5))
-    left.annotate(
-        "without noise", (NOISES[-1], 0.92), ha="right", va="bottom", color=picture.GREY
-    )
-    for axes in (left, right):
-        axes.axhline(1 / CLASSES, color="0.8", linewidth=1, zorder=0)
-    left.annotate("chance", (NOISES[1], 0.1), va="bottom", color=picture.GREY)
-    left.set_ylim(0, 1)
-    left.set_xticks(NOISES[1:], [f"{noise:g}" for noise in NOISES[1:]], minor=False)
-    left.minorticks_off()
-    left.set_ylabel("accuracy on others")
-    left.set_xlabel("noise, in clips")
-    right.set_xticks([0.3, 1, 3, 10, 30], ["0.3", "1", "3", "10", "30"])
-    right.minorticks_off()
-    right.set_xlabel("ε of (ε, 10⁻⁵): to the left it is harder to tell who was there")
-    picture.save(figure, path)
-
-
-def main(arguments: Sequence[str] | None = None) -> dict[int, list[float]]:
-    """Trains with each noise on data of each size; prints, draws and returns the accuracies."""
-    options = picture.parser(__doc__, "differential_privacy", 30).parse_args(arguments)
-    found = {
-        examples: [mean_accuracy(examples, noise, options.steps) for noise in NOISES]
-        for examples in SIZES
-    }
-    print(
-        "examples | accuracy with noise of "
-        + ", ".join(f"{noise:g}" for noise in NOISES)
-    )
-    for examples, accuracies in found.items():
-        print(f"{examples:8} | " + ", ".join(f"{each:.3f}" for each in accuracies))
-    print(
-        "       ε | "
-        + ", ".join(f"{epsilon(noise, options.steps):.2g}" for noise in NOISES)
-    )
-    print(f"one microbatch or 12, with noise: {apart(options.steps):.0e} of ‖θ‖ apart")
-    draw(options.picture, options.steps, found)
-    return found
+    plot_accuracies(left_axes, NOISES[1:], accuracies)
+    label_noises(left_axes)
+    plot_accuracies(right_axes, epsilons[1:], accuracies)
+    label_epsilons(right_axes, epsilons[1:], accuracies)
+    picture.save(figure, options.picture)
+    return accuracies
 
 
 if __name__ == "__main__":

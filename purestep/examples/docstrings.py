@@ -20,9 +20,8 @@ import ast
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch import Tensor
 
 import purestep as ps
 from purestep import tree
+from purestep.data import Groups
 
 try:
     from tqdm import tqdm
@@ -44,361 +44,449 @@ from purestep.types import WeightFn
 
 Example = dict[str, Tensor]
 Batch = dict[str, Tensor]
-
 Settings = dict[str, str | int]
 
 CONFIG = gpt.Config()
 SEED = 0
 
+Curves = dict[str, list[float]]
+"""For each way to train, a value for each step."""
 
-def settings_of(options: argparse.Namespace, corpus: list[bytes]) -> Settings:
-    """All that decides where a run ends up: neither its ranks nor its microbatches."""
+LARGE_BATCH = "one large batch"
+MEAN_OF_MEANS = "mean of means"
+PURESTEP = "purestep"
+
+
+def collect_settings(options: argparse.Namespace, corpus: list[bytes]) -> Settings:
+    """Collects all that decides where a run ends up: neither its ranks nor its microbatches."""
+    digest = hashlib.sha256(b"\0".join(corpus))
     return {
         "steps": options.steps,
         "examples": options.examples,
         "dtype": options.dtype,
-        "corpus": hashlib.sha256(b"\0".join(corpus)).hexdigest()[:12],
+        "corpus": digest.hexdigest()[:12],
     }
 
 
-def docstrings(of: Path | None = None) -> list[bytes]:
-    """The docstrings longer than a line in a folder; None: in the standard library."""
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    parts = ("[!_]*.py", "asyncio/*.py", "email/*.py", "json/*.py", "logging/*.py")
-    files = (
-        of.rglob("*.py")
-        if of
-        else (file for part in parts for file in stdlib.glob(part))
-    )
-    return [text.encode() for text in docstrings_of(files)]
+def load_corpus(folder: Path | None = None) -> list[bytes]:
+    """Reads the docstrings in a folder's files; None: in the standard library."""
+    if folder is not None:
+        files = list(folder.rglob("*.py"))
+    else:
+        stdlib = Path(sysconfig.get_paths()["stdlib"])
+        files = list(stdlib.glob("[!_]*.py"))
+        for package in ("asyncio", "email", "json", "logging"):
+            files += stdlib.glob(f"{package}/*.py")
+    return [text.encode() for text in extract_docstrings(files)]
 
 
-def docstrings_of(files: Iterable[Path]) -> list[str]:
-    """The docstrings in these files that are longer than a line, each once."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = set()
+def extract_docstrings(files: Iterable[Path]) -> list[str]:
+    """Extracts the docstrings of more than 40 characters from files: each once, sorted."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = set()
     for file in files:
-        nodes: list[ast.AST] = [ast.parse(file.read_bytes())]
-        for node in nodes:
-            # Most of a file is expressions, and there is nothing to be found in them.
-            nodes += [
-                part
-                for part in ast.iter_child_nodes(node)
-                if not isinstance(part, ast.expr)
-            ]
-        found |= {ast.get_docstring(node) for node in nodes if isinstance(node, kinds)}
-    return sorted(text for text in found if text and len(text) > 40)
+        module = ast.parse(file.read_bytes())
+        pending: list[ast.AST] = [module]
+        while pending:
+            node = pending.pop()
+            if isinstance(node, documented):
+                texts.add(ast.get_docstring(node) or "")
+            for child in ast.iter_child_nodes(node):
+                # Most of a file is expressions, and they have no docstrings.
+                if not isinstance(child, ast.expr):
+                    pending.append(child)
+    long_texts = [text for text in texts if len(text) > 40]
+    return sorted(long_texts)
 
 
-def lengths_of(corpus: list[bytes]) -> str:
-    """How many docstrings there are, and how long."""
-    return f"{len(corpus)} docstrings of {min(map(len, corpus))} to {max(map(len, corpus))} bytes"
+def describe_corpus(corpus: list[bytes]) -> str:
+    """Says how many docstrings there are, and how long they are."""
+    lengths = [len(text) for text in corpus]
+    shortest = min(lengths)
+    longest = max(lengths)
+    return f"{len(corpus)} docstrings of {shortest} to {longest} bytes"
 
 
-def example_of(text: bytes) -> Example:
-    """Each byte but the last, and the byte that follows it; as long as the model can see."""
-    data = torch.tensor(list(text[: CONFIG.context + 1]))
-    return {"tokens": data[:-1], "labels": data[1:]}
+def make_example(text: bytes) -> Example:
+    """Pairs each byte but the last with the byte that follows, as far as the model can see."""
+    length = CONFIG.context + 1
+    data = torch.tensor(list(text[:length]))
+    tokens = data[:-1]
+    labels = data[1:]
+    return {"tokens": tokens, "labels": labels}
 
 
-def shuffled(corpus: list[bytes], generator: torch.Generator) -> Iterator[Example]:
-    """Docstrings in random order, again and again."""
+def shuffle_forever(
+    corpus: list[bytes], generator: torch.Generator
+) -> Iterator[Example]:
+    """Yields docstrings in random order, again and again."""
     while True:
-        for i in torch.randperm(len(corpus), generator=generator).tolist():
-            yield example_of(corpus[i])
+        order = torch.randperm(len(corpus), generator=generator)
+        for i in order.tolist():
+            yield make_example(corpus[i])
 
 
 def loss_fn(params: Any, batch: Batch) -> Tensor:
-    """The loss of each byte."""
-    return ps.losses.cross_entropy(
-        gpt.apply(CONFIG, params, batch["tokens"]), batch["labels"]
-    )
+    """Computes the loss of each byte."""
+    logits = gpt.apply(CONFIG, params, batch["tokens"])
+    return ps.losses.cross_entropy(logits, batch["labels"])
 
 
 def mean_of_means_weights(batch: Batch) -> Tensor:
-    """The usual mistake as weights: however many tokens a microbatch has, together they weigh 1."""
-    present = ps.label_weights(batch).to(torch.float64)
-    return present / present.sum().clamp(min=1)
+    """Makes the usual mistake: a microbatch weighs 1, however many tokens it has."""
+    weights = ps.label_weights(batch).to(torch.float64)
+    return weights / weights.sum().clamp(min=1)
 
 
-def sample(params: Any, prompt: str = "Return ", length: int = 160) -> str:
-    """Text that continues the prompt."""
+def generate_text(params: Any, prompt: str = "Return ", length: int = 160) -> str:
+    """Continues the prompt."""
     generator = torch.Generator().manual_seed(SEED)
     tokens = list(prompt.encode())
     for _ in range(length):
         context = torch.tensor([tokens[-CONFIG.context :]])
-        logits = gpt.apply(CONFIG, params, context)[0, -1]
-        probabilities = torch.softmax(logits / 0.7, -1)
-        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        logits = gpt.apply(CONFIG, params, context)
+        scores = logits[0, -1] / 0.7
+        probabilities = torch.softmax(scores, -1)
+        token = torch.multinomial(probabilities, 1, generator=generator)
+        tokens.append(int(token))
     return bytes(tokens).decode(errors="replace")
 
 
-def distance(params: Any, reference: Any) -> float:
-    """‖θ − θ*‖ / ‖θ*‖."""
+def relative_distance(params: Any, reference: Any) -> float:
+    """Computes ‖θ − θ*‖ / ‖θ*‖."""
     difference = tree.map(torch.sub, params, reference)
-    return float(tree.global_norm(difference) / tree.global_norm(reference))
+    distance = tree.global_norm(difference) / tree.global_norm(reference)
+    return float(distance)
 
 
-def draw(
-    path: Path,
-    dtype: str,
-    distances: dict[str, list[float]],
-    losses: dict[str, list[float]],
-) -> None:
-    """Distance from the large batch on the left, losses on the right."""
-    colors = {
-        "one large batch": "0.6",
-        "mean of means": picture.ORANGE,
-        "purestep": picture.BLUE,
-    }
-    figure, (left, right) = picture.panels(
-        "‖θ − θ(one large batch)‖ / ‖θ(one large batch)‖", "Loss per byte"
-    )
-    steps = range(1, len(losses["purestep"]) + 1)
+COLORS = {
+    LARGE_BATCH: "0.6",
+    MEAN_OF_MEANS: picture.ORANGE,
+    PURESTEP: picture.BLUE,
+}
+
+
+def print_results(losses: Curves, distances: Curves) -> None:
+    """Prints how the loss fell, and how far the runs are apart in the end."""
+    first = losses[PURESTEP][0]
+    last = losses[PURESTEP][-1]
+    print(f"loss {first:.3f} -> {last:.3f}")
     for name, values in distances.items():
-        left.semilogy(steps, values, color=colors[name], linewidth=1.8)
-        at = (steps[-1], values[-1])
-        picture.say(left, name, at, colors[name], xytext=(-4, 9), ha="right")
-    rounding = torch.finfo(getattr(torch, dtype)).eps
-    left.axhspan(1e-17, rounding, color="0.92")
-    words = f"less than {dtype} resolves"
-    picture.say(
-        left, words, (steps[-1], rounding), picture.GREY, xytext=(-4, -8), ha="right"
-    )
-    left.set_ylim(1e-17, 3)
-    for name, color in colors.items():
-        width = 6 if name == "one large batch" else 1.8
-        right.plot(
-            steps, losses[name], color=color, linewidth=width, label=name, alpha=0.9
+        print(
+            f"distance from one large batch after {len(values)} steps, {name}: "
+            f"{values[-1]:.1e}"
         )
-    right.legend(frameon=False)
-    for axes in (left, right):
-        axes.set_xlabel("step")
-    picture.save(figure, path)
 
 
-def begin(
+def plot_distances(axes: Any, distances: Curves, dtype: torch.dtype) -> None:
+    """Plots the distances from the large batch, and the resolution of the dtype."""
+    for name, values in distances.items():
+        color = COLORS[name]
+        steps = range(1, len(values) + 1)
+        picture.plot_line(axes, steps, values, color)
+        picture.annotate_end(axes, name, steps, values, color, shift=(-4, 9))
+    resolution = torch.finfo(dtype).eps
+    dtype_name = str(dtype).removeprefix("torch.")
+    axes.axhspan(1e-17, resolution, color="0.92")
+    picture.annotate(
+        axes,
+        f"less than {dtype_name} resolves",
+        (steps[-1], resolution),
+        picture.GREY,
+        shift=(-4, -8),
+        ha="right",
+    )
+    axes.set_yscale("log")
+    axes.set_ylim(1e-17, 3)
+    axes.set_xlabel("step")
+
+
+def plot_losses(axes: Any, losses: Curves) -> None:
+    """Plots the losses; that of the large batch is a wide band behind the others."""
+    for name, values in losses.items():
+        axes.plot(
+            range(1, len(values) + 1),
+            values,
+            color=COLORS[name],
+            linewidth=6 if name == LARGE_BATCH else 1.8,
+            label=name,
+            alpha=0.9,
+        )
+    axes.legend(frameon=False)
+    axes.set_xlabel("step")
+
+
+def make_optimizer_and_params(
     options: argparse.Namespace, generator: torch.Generator
 ) -> tuple[ps.optim.Optimizer, Any]:
-    """The optimizer, and the parameters to begin with."""
-    schedule = ps.optim.warmup_cosine_decay_schedule(
-        0.0, 2e-3, options.steps // 10 + 1, options.steps + 1, 3e-4
+    """Makes the optimizer, and the parameters to begin with."""
+    learning_rate = ps.optim.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=2e-3,
+        warmup_steps=options.steps // 10 + 1,
+        decay_steps=options.steps + 1,
+        end_value=3e-4,
     )
-    matrices = tree.map(lambda leaf: leaf.ndim > 1, gpt.init(CONFIG, generator))
-    optimizer = ps.optim.chain(
-        ps.optim.clip_by_global_norm(1.0),
-        ps.optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices),
+    template = gpt.init(CONFIG, generator)
+    adamw = ps.optim.adamw(
+        learning_rate,
+        b2=0.95,
+        weight_decay=0.1,
+        mask=tree.map(lambda leaf: leaf.ndim > 1, template),
     )
-    return optimizer, gpt.init(CONFIG, generator, getattr(torch, options.dtype))
+    clip = ps.optim.clip_by_global_norm(1.0)
+    optimizer = ps.optim.chain(clip, adamw)
+    dtype = getattr(torch, options.dtype)
+    return optimizer, gpt.init(CONFIG, generator, dtype)
+
+
+def make_simulated_step(
+    axis: ps.testing.ThreadAxis,
+    optimizer: ps.optim.Optimizer,
+    weight_fn: WeightFn,
+) -> Callable[..., Any]:
+    """Makes an update step over simulated ranks, which takes the shares of all of them."""
+    step_on_rank = ps.make_update_step(
+        loss_fn, optimizer, weight_fn=weight_fn, axis=axis
+    )
+    step_on_ranks = axis.map(step_on_rank)
+
+    def step(params: Any, opt_state: Any, shares: list[list[Batch]]) -> Any:
+        every_params = [params] * axis.size
+        every_state = [opt_state] * axis.size
+        results = step_on_ranks(every_params, every_state, shares)
+        return results[0]
+
+    return step
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Trains three times side by side, the last two over simulated ranks; prints, draws."""
+    """Trains three times side by side, twice over simulated ranks; prints and plots."""
     generator = torch.Generator().manual_seed(SEED)
-    corpus = docstrings(options.docstrings_of)
-    print(lengths_of(corpus))
+    corpus = load_corpus(options.docstrings_of)
+    print(describe_corpus(corpus))
 
-    optimizer, params = begin(options, generator)
+    optimizer, params = make_optimizer_and_params(options, generator)
     axis = ps.testing.ThreadAxis(options.ranks)
-
-    def over_ranks(weight_fn: WeightFn) -> Any:
-        step = axis.map(
-            ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, axis=axis)
-        )
-
-        def on_rank_0(params: Any, opt_state: Any, shares: list[list[Batch]]) -> Any:
-            return step([params] * axis.size, [opt_state] * axis.size, shares)[0]
-
-        return on_rank_0
-
     steps = {
-        "one large batch": ps.make_update_step(loss_fn, optimizer),
-        "purestep": over_ranks(ps.label_weights),
-        "mean of means": over_ranks(mean_of_means_weights),
+        LARGE_BATCH: ps.make_update_step(loss_fn, optimizer),
+        MEAN_OF_MEANS: make_simulated_step(axis, optimizer, mean_of_means_weights),
+        PURESTEP: make_simulated_step(axis, optimizer, ps.label_weights),
     }
-    # A step with weights of the mean of means reports a mean of means.
+    # metrics.loss would not do: a step with weights of the mean of means reports a mean of means.
     evaluate = ps.make_eval_step(loss_fn)
-    states = {name: (params, optimizer.init(params)) for name in steps}
-    losses: dict[str, list[float]] = {name: [] for name in steps}
-    distances: dict[str, list[float]] = {"mean of means": [], "purestep": []}
+    start = (params, optimizer.init(params))
+    states = dict.fromkeys(steps, start)
+    losses: Curves = {name: [] for name in steps}
+    distances: Curves = {MEAN_OF_MEANS: [], PURESTEP: []}
 
-    stream = ps.group(shuffled(corpus, generator), options.examples)
+    examples = shuffle_forever(corpus, generator)
+    groups = ps.group(examples, options.examples)
+    max_large = options.examples * CONFIG.context
     bar = tqdm(range(options.steps), unit="step")
-    for _, examples in zip(bar, stream, strict=False):
-        whole = ps.pack(examples, max_tokens=options.examples * CONFIG.context)
-        shares = ps.balance(examples, ranks=axis.size)
-        pieces = [ps.pack(share, max_tokens=options.max_tokens) for share in shares]
+    for _, group in zip(bar, groups, strict=False):
+        large_batch = ps.pack(group, max_tokens=max_large)
+        shares = [
+            ps.pack(share, max_tokens=options.max_tokens)
+            for share in ps.balance(group, ranks=axis.size)
+        ]
         for name, step in steps.items():
-            losses[name].append(float(evaluate(states[name][0], whole).loss))
-            group = whole if name == "one large batch" else pieces
-            params, opt_state, _ = step(*states[name], group)
-            states[name] = params, opt_state
+            params, opt_state = states[name]
+            metrics = evaluate(params, large_batch)
+            losses[name].append(float(metrics.loss))
+            microbatches = large_batch if name == LARGE_BATCH else shares
+            params, opt_state, _ = step(params, opt_state, microbatches)
+            states[name] = (params, opt_state)
+        reference, _ = states[LARGE_BATCH]
         for name, values in distances.items():
-            values.append(distance(states[name][0], states["one large batch"][0]))
-        bar.set_postfix_str(f"loss {losses['purestep'][-1]:.3f}")
+            params, _ = states[name]
+            values.append(relative_distance(params, reference))
+        bar.set_postfix_str(f"loss {losses[PURESTEP][-1]:.3f}")
 
-    print(f"loss {losses['purestep'][0]:.3f} -> {losses['purestep'][-1]:.3f}")
-    for name, values in distances.items():
-        print(
-            f"distance from one large batch after {len(values)} steps, {name}: {values[-1]:.1e}"
-        )
-    print(sample(states["purestep"][0]))
-    draw(options.picture, options.dtype, distances, losses)
+    print_results(losses, distances)
+    params, _ = states[PURESTEP]
+    print(generate_text(params))
+    figure, (left_axes, right_axes) = picture.make_panels(
+        "‖θ − θ(one large batch)‖ / ‖θ(one large batch)‖", "Loss per byte"
+    )
+    dtype = getattr(torch, options.dtype)
+    plot_distances(left_axes, distances, dtype)
+    plot_losses(right_axes, losses)
+    picture.save(figure, options.picture)
 
 
-class Shares(Iterator[list[Batch]]):
-    """One rank's share of each group, in microbatches; the position is that of the groups."""
+class RankShares(Iterator[list[Batch]]):
+    """Packs one rank's share of each group; the position is that of the groups."""
 
-    def __init__(
-        self, groups: ps.group, rank: int, ranks: int, max_tokens: int
-    ) -> None:
-        self._groups, self._rank, self._ranks, self._max_tokens = (
-            groups,
-            rank,
-            ranks,
-            max_tokens,
-        )
+    def __init__(self, groups: Groups, axis: ps.MeshAxis, max_tokens: int) -> None:
+        self._groups = groups
+        self._axis = axis
+        self._max_tokens = max_tokens
 
     @property
     def position(self) -> int:
         return self._groups.position
 
     def __next__(self) -> list[Batch]:
-        mine = ps.balance(next(self._groups), ranks=self._ranks)[self._rank]
-        return ps.pack(mine, max_tokens=self._max_tokens)
+        group = next(self._groups)
+        shares = ps.balance(group, ranks=self._axis.size)
+        share = shares[self._axis.rank]
+        return ps.pack(share, max_tokens=self._max_tokens)
 
 
-def written(settings: Settings) -> dict[str, Tensor]:
-    """The settings as tensors of one shape, for a checkpoint to hold."""
-    texts = {name: repr(value).encode() for name, value in settings.items()}
-    return {name: torch.tensor(list(text.ljust(32))) for name, text in texts.items()}
+def encode_settings(settings: Settings) -> dict[str, Tensor]:
+    """Encodes the settings as tensors of one shape, for a checkpoint to hold."""
+    encoded = {}
+    for name, value in settings.items():
+        text = repr(value).encode().ljust(32)
+        encoded[name] = torch.tensor(list(text))
+    return encoded
 
 
-def resume(folder: Path | None, settings: Settings, begun: Any) -> Any:
-    """The state that was saved last, or the state ``begun`` where none was.
+def read_settings(encoded: dict[str, Tensor]) -> Settings:
+    """Decodes the settings that a checkpoint holds."""
+    settings: Settings = {}
+    for name, tensor in encoded.items():
+        text = bytes(tensor.tolist()).decode()
+        settings[name] = ast.literal_eval(text)
+    return settings
 
-    Refused are a folder that cannot be made, and a state of a run with different settings.
+
+def resume(folder: Path | None, settings: Settings, start: Any) -> Any:
+    """Loads the state that was saved last, or returns ``start`` where none was.
+
+    Refuses a folder that cannot be made, and a state of a run with different settings.
     """
     if folder is None:
-        return begun
+        return start
     folder.mkdir(exist_ok=True)
-    last = ps.checkpoint.latest_checkpoint(folder)
-    if last is None:
-        return begun
-    saved, state = ps.checkpoint.load(last, like=(written(settings), begun))
-    for name, text in saved.items():
-        found = ast.literal_eval(bytes(text.tolist()).decode())
-        if found != settings[name]:
+    latest = ps.checkpoint.latest_checkpoint(folder)
+    if latest is None:
+        return start
+    like = (encode_settings(settings), start)
+    encoded, state = ps.checkpoint.load(latest, like=like)
+    for name, saved in read_settings(encoded).items():
+        if saved != settings[name]:
             raise ValueError(
-                f"{folder} is of a run with {name}={found!r}, but this one has "
-                f"{name}={settings[name]!r}: give it the same to go on, or name a different "
-                "folder to begin anew"
+                f"{folder} is of a run with {name}={saved!r}, but this one has "
+                f"{name}={settings[name]!r}: give it the same to go on, or name a "
+                "different folder to begin anew"
             )
     return state
 
 
-def fingerprint(params: Any) -> str:
-    """The first 12 hexadecimal digits of the SHA-256 of all parameters: equal for equal bits."""
+def hash_params(params: Any) -> str:
+    """Computes the first 12 hexadecimal digits of a SHA-256: equal for equal bits."""
     digest = hashlib.sha256()
     for leaf in tree.leaves(params):
-        digest.update(leaf.contiguous().numpy().tobytes())
+        array = leaf.contiguous().numpy()
+        digest.update(array.tobytes())
     return digest.hexdigest()[:12]
+
+
+def count_mebibytes(state: Any) -> float:
+    """Counts the memory of a tree's leaves on this rank."""
+    leaves = tree.leaves(state)
+    num_bytes: int = sum(leaf.nbytes for leaf in leaves)
+    return num_bytes / 2**20
 
 
 def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     """Trains over real ranks, from the checkpoint on if there is one; rank 0 prints and saves."""
-    speaks = axis.rank == 0
+    is_main = axis.rank == 0
     generator = torch.Generator().manual_seed(SEED)
-    corpus = docstrings(options.docstrings_of)
-    settings = settings_of(options, corpus)
+    corpus = load_corpus(options.docstrings_of)
+    settings = collect_settings(options, corpus)
 
-    optimizer, params = begin(options, generator)
+    optimizer, params = make_optimizer_and_params(options, generator)
+    opt_state = optimizer.init(params)
+    if options.shard:
+        params, opt_state = ps.shard((params, opt_state), axis)
+    state = (params, opt_state, torch.tensor(0), torch.tensor(0))
+    params, opt_state, step, position = elastic.run_or_exit_together(
+        lambda: resume(options.checkpoint, settings, state)
+    )
+    num_done = int(step)
+    if is_main:
+        print(describe_corpus(corpus))
+        print(f"from step {num_done} to {options.steps} over {axis.size} ranks")
+        mebibytes = count_mebibytes((params, opt_state))
+        print(f"each of them keeps {mebibytes:.1f} MiB of state")
+
     update_step = ps.make_update_step(
         loss_fn, optimizer, axis=axis, gather=options.shard or "step"
     )
-    begun = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
-    if options.shard:
-        begun = (*ps.shard(begun[:2], axis), *begun[2:])
-    state = elastic.on_every_rank(lambda: resume(options.checkpoint, settings, begun))
-    params, opt_state, taken, position = state
-    first = int(taken)
-    if speaks:
-        kept = sum(leaf.nbytes for leaf in tree.leaves((params, opt_state))) / 2**20
-        print(lengths_of(corpus))
-        print(f"from step {first} to {options.steps} over {axis.size} ranks")
-        print(f"each of them keeps {kept:.1f} MiB of state")
-    losses: list[float] = []
-
-    groups = ps.group(
-        shuffled(corpus, generator), options.examples, start=int(position)
+    examples = shuffle_forever(corpus, generator)
+    groups = ps.group(examples, options.examples, start=int(position))
+    shares = RankShares(groups, axis, options.max_tokens)
+    bar = tqdm(
+        range(num_done + 1, options.steps + 1),
+        initial=num_done,
+        total=options.steps,
+        unit="step",
+        disable=not is_main,
     )
-    numbers = range(first + 1, options.steps + 1)
-    shares = Shares(groups, axis.rank, axis.size, options.max_tokens)
-    with (
-        closing(ps.prefetch(shares, "cpu")) as stream,
-        tqdm(
-            numbers, initial=first, total=options.steps, unit="step", disable=not speaks
-        ) as bar,
-    ):
+    losses: list[float] = []
+    with closing(ps.prefetch(shares, "cpu")) as stream, bar:
         for step, microbatches in zip(bar, stream, strict=False):
             params, opt_state, metrics = update_step(params, opt_state, microbatches)
             losses.append(float(metrics.loss))
             bar.set_postfix_str(f"loss {losses[-1]:.3f}")
-            due = step % options.save_every == 0 or step == options.steps
-            if options.checkpoint and due:
+            is_due = step % options.save_every == 0 or step == options.steps
+            # All ranks save shards; full tensors are saved by rank 0 alone.
+            if options.checkpoint and is_due and (is_main or options.shard):
                 # Where this step's examples end, however many more have been prefetched.
-                state = (
-                    params,
-                    opt_state,
-                    torch.tensor(step),
-                    torch.tensor(stream.position),
+                position = torch.tensor(stream.position)
+                state = (params, opt_state, torch.tensor(step), position)
+                ps.checkpoint.save_step(
+                    options.checkpoint, step, (encode_settings(settings), state)
                 )
-                if speaks or options.shard:
-                    ps.checkpoint.save_step(
-                        options.checkpoint, step, (written(settings), state)
-                    )
 
     params = ps.unshard(params)
-    if speaks:
+    if is_main:
         if losses:
             print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-        print(f"parameters sha256 {fingerprint(params)}")
-        print(sample(params))
+        print(f"parameters sha256 {hash_params(params)}")
+        print(generate_text(params))
 
 
-def folder_of_python(text: str) -> Path:
-    """An argument that is a folder with docstrings in it."""
-    if not docstrings(Path(text)):
+def python_folder(text: str) -> Path:
+    """Parses a folder with docstrings in it, for a command line."""
+    folder = Path(text)
+    if not load_corpus(folder):
         raise argparse.ArgumentTypeError(
             f"{text} holds no Python file with a docstring"
         )
-    return Path(text)
+    return folder
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, with everything refused that would stop the program later."""
-    parser = picture.parser(__doc__, "docstrings", 180)
-    number = partial(parser.add_argument, type=picture.positive)
-    number("--examples", default=16, help="docstrings in one update")
-    number("--max-tokens", default=256, help="per microbatch of a rank")
-    number(
-        "--ranks", default=2, help="simulated data-parallel ranks; not under torchrun"
-    )
-    number("--save-every", default=20, help="steps between two saves")
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line, and refuses all that would stop the program later."""
+    parser = picture.make_parser(__doc__, "docstrings", 180)
+    for name, default, text in [
+        ("--examples", 16, "docstrings in one update"),
+        ("--max-tokens", 256, "per microbatch of a rank"),
+        ("--ranks", 2, "simulated data-parallel ranks; not under torchrun"),
+        ("--save-every", 20, "steps between two saves"),
+    ]:
+        parser.add_argument(name, type=picture.positive_int, default=default, help=text)
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     parser.add_argument(
-        "--docstrings-of", type=folder_of_python, help="instead of Python's own"
+        "--docstrings-of", type=python_folder, help="instead of Python's own"
     )
     parser.add_argument(
         "--checkpoint", type=Path, help="folder to save to and to go on from"
     )
     parser.add_argument(
-        "--shard", choices=["step", "microbatch"], help="gather pieces so often"
+        "--shard",
+        choices=["step", "microbatch"],
+        help="shard the state, and gather the parameters once for each of these",
     )
     options = parser.parse_args(arguments)
     if options.max_tokens < CONFIG.context:
         parser.error(
-            f"--max-tokens {options.max_tokens} has no room for an example of {CONFIG.context}"
+            f"--max-tokens {options.max_tokens} has no room for an example of "
+            f"{CONFIG.context}"
         )
     if "RANK" not in os.environ and (options.checkpoint or options.shard):
         parser.error("--checkpoint and --shard need torchrun")
@@ -407,22 +495,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Trains over the ranks of ``torchrun`` if there are any, else compares simulated ones."""
-    options = parse()
+    options = parse_options()
     try:
         if "RANK" in os.environ:
-            with elastic.processes() as axis:
+            with elastic.join_processes() as axis:
                 train(options, axis)
-            elastic.end(0)
+            elastic.exit_now(0)
         else:
             compare(options)
     except KeyboardInterrupt:
-        saved = options.checkpoint and ps.checkpoint.latest_checkpoint(
-            options.checkpoint
-        )
-        goes_on = (
-            f"; the same command goes on from {options.checkpoint}" if saved else ""
-        )
-        elastic.end(130, f"interrupted{goes_on}")
+        message = "interrupted"
+        if options.checkpoint and ps.checkpoint.latest_checkpoint(options.checkpoint):
+            message += f"; the same command goes on from {options.checkpoint}"
+        elastic.exit_now(130, message)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a program needs to live under ``torchrun``: ranks that meet, agree, and leave together.
+"""Lets a program live under ``torchrun``: ranks meet, agree, and leave together.
 
     torchrun --nproc-per-node 2 --max-restarts 3 -m purestep.examples.docstrings --checkpoint state
 
@@ -26,14 +26,17 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def processes() -> Iterator[ps.MeshAxis]:
-    """The processes of ``torchrun`` as one axis; without an error, they leave it together."""
+def join_processes() -> Iterator[ps.MeshAxis]:
+    """Joins the processes of ``torchrun`` to one axis; without an error, they leave together."""
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     # The store outlives processes: without a prefix, it still says where dead ones listened.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"attempt_{attempt}", store)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
+        "gloo",
+        store=PrefixStore(f"attempt_{attempt}", store),
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
     )
     yield ps.MeshAxis(init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), "dp")
     # Not in a finally: after an error, the others would be waited for in vain.
@@ -45,20 +48,20 @@ def _leave_together() -> None:
     dist.destroy_process_group()
 
 
-def end(code: int, line: str = "") -> NoReturn:
-    """Ends the process with this exit code; rank 0 alone prints the line."""
-    if line and os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr)
+def exit_now(code: int, message: str = "") -> NoReturn:
+    """Ends the process with this exit code; rank 0 alone prints the message."""
+    if message and os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: a process group's thread that frees a tensor as Python ends aborts the process.
     os._exit(code)
 
 
-def on_every_rank(function: Callable[[], Result]) -> Result:
-    """What the function gives on this rank. It raises on all ranks alike, and every rank ends."""
+def run_or_exit_together(function: Callable[[], Result]) -> Result:
+    """Calls a function that succeeds or fails on all ranks alike; after an error, all ranks end."""
     try:
         return function()
     except (OSError, ValueError) as error:
         _leave_together()
-        end(1, str(error))
+        exit_now(1, str(error))

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from purestep import tree
 from purestep.examples import mlp, picture
 from purestep.examples.mlp import Params
 
@@ -28,8 +27,8 @@ POINTS = 64  # on each of two spirals
 WIDTH = 16
 
 
-class Found(NamedTuple):
-    """The losses of each run after each update, both ways, and the seconds that these took."""
+class Comparison(NamedTuple):
+    """Holds the losses of each run after each update, both ways, and the seconds they took."""
 
     rates: Tensor
     together: Tensor
@@ -38,118 +37,177 @@ class Found(NamedTuple):
     seconds_alone: float
 
 
-def spirals() -> list[Batch]:
-    """Points on two spirals that wind around each other, in two microbatches."""
+def make_spirals() -> list[Batch]:
+    """Draws points on two spirals that wind around each other, in two microbatches."""
     generator = torch.Generator().manual_seed(0)
-    turn = (
-        torch.rand(2 * POINTS, generator=generator, dtype=torch.float64).sqrt()
-        * 3
-        * math.pi
-    )
-    label = torch.arange(2 * POINTS) % 2
-    angle = turn + math.pi * label
-    x = torch.stack([turn * angle.cos(), turn * angle.sin()], -1) / 5
-    return ps.split({"x": x, "labels": label}, k=2)
+    num_points = 2 * POINTS
+    noise = torch.rand(num_points, generator=generator, dtype=torch.float64)
+    radius = noise.sqrt() * 3 * math.pi
+    label = torch.arange(num_points) % 2
+    angle = radius + math.pi * label
+    horizontal = radius * angle.cos()
+    vertical = radius * angle.sin()
+    x = torch.stack([horizontal, vertical], -1) / 5
+    batch = {"x": x, "labels": label}
+    return ps.split(batch, k=2)
 
 
 def init() -> Params:
-    """Two hidden layers."""
-    return mlp.init((2, WIDTH, WIDTH, 2), torch.Generator().manual_seed(1))
+    """Initializes a network with two hidden layers."""
+    widths = (2, WIDTH, WIDTH, 2)
+    generator = torch.Generator().manual_seed(1)
+    return mlp.init(widths, generator)
 
 
 def loss_fn(params: Params, batch: Batch) -> Tensor:
-    """Cross entropy of each point."""
-    return ps.losses.cross_entropy(mlp.apply(params, batch["x"]), batch["labels"])
+    """Computes the cross entropy of each point."""
+    logits = mlp.apply(params, batch["x"])
+    return ps.losses.cross_entropy(logits, batch["labels"])
 
 
-def one_by_one(rates: Tensor, steps: int) -> Tensor:
-    """Run after run."""
-    group, params = spirals(), init()
-    losses = []
+def train_one_by_one(rates: Tensor, steps: int) -> Tensor:
+    """Trains run after run; returns the losses, ``(rates, steps)``."""
+    group = make_spirals()
+    curves = []
     for rate in rates.tolist():
         optimizer = ps.optim.adamw(rate)
         update_step = ps.make_update_step(loss_fn, optimizer)
-        at, opt_state = params, optimizer.init(params)
+        params = init()
+        opt_state = optimizer.init(params)
+        losses = []
         for _ in range(steps):
-            at, opt_state, metrics = update_step(at, opt_state, group)
+            params, opt_state, metrics = update_step(params, opt_state, group)
             losses.append(metrics.loss)
-    return torch.stack(losses).view(len(rates), steps)
+        curves.append(torch.stack(losses))
+    return torch.stack(curves)
 
 
-def together(rates: Tensor, steps: int) -> Tensor:
-    """All runs in each operation."""
-    group, params = spirals(), init()
+def train_together(rates: Tensor, steps: int) -> Tensor:
+    """Trains all runs in each operation; returns the losses, ``(rates, steps)``."""
+    group = make_spirals()
+    start = init()
 
-    def update(rate: Tensor, at: Params, opt_state: Any) -> Any:
-        update_step = ps.make_update_step(loss_fn, ps.optim.adamw(rate))
-        at, opt_state, metrics = update_step(at, opt_state, group)
-        return at, opt_state, metrics.loss
+    def begin(rate: Tensor) -> Any:
+        optimizer = ps.optim.adamw(rate)
+        return start, optimizer.init(start)
 
-    opt_state = torch.vmap(lambda rate: ps.optim.adamw(rate).init(params))(rates)
-    at = tree.map(lambda leaf: leaf.expand(len(rates), *leaf.shape), params)
+    def update(rate: Tensor, params: Params, opt_state: Any) -> Any:
+        optimizer = ps.optim.adamw(rate)
+        update_step = ps.make_update_step(loss_fn, optimizer)
+        params, opt_state, metrics = update_step(params, opt_state, group)
+        return params, opt_state, metrics.loss
+
+    params, opt_state = torch.vmap(begin)(rates)
+    update_all = torch.vmap(update)
     losses = []
     for _ in range(steps):
-        at, opt_state, loss = torch.vmap(update)(rates, at, opt_state)
+        params, opt_state, loss = update_all(rates, params, opt_state)
         losses.append(loss)
     return torch.stack(losses, 1)
 
 
-def measure(steps: int) -> Found:
-    """Both ways, each timed."""
+def measure(steps: int) -> Comparison:
+    """Trains both ways, and times each."""
     rates = torch.logspace(-4, 0.5, RUNS, dtype=torch.float64)
-    for way in (together, one_by_one):
-        way(rates[:2], 2)  # so that neither pays for what happens once
+    # Neither should pay for what happens once.
+    train_together(rates[:2], 2)
+    train_one_by_one(rates[:2], 2)
+
     begin = time.perf_counter()
-    at_once = together(rates, steps)
+    together = train_together(rates, steps)
     middle = time.perf_counter()
-    alone = one_by_one(rates, steps)
-    return Found(rates, at_once, alone, middle - begin, time.perf_counter() - middle)
-
-
-def draw(path: Path, found: Found) -> None:
-    """The valley of the loss over the learning rate."""
-    figure, (axes,) = picture.panels(
-        f"{RUNS} learning rates in one program, in {found.seconds_together:.1f} seconds; one run "
-        f"after the other, they take {found.seconds_alone:.1f}"
+    alone = train_one_by_one(rates, steps)
+    end = time.perf_counter()
+    return Comparison(
+        rates,
+        together,
+        alone,
+        seconds_together=middle - begin,
+        seconds_alone=end - middle,
     )
-    rates, steps = found.rates.tolist(), found.together.shape[1]
+
+
+def plot_together(axes: Any, result: Comparison) -> None:
+    """Plots the losses after some, more and all of the updates."""
+    rates = result.rates.tolist()
     middle = RUNS // 2
-    places: list[tuple[int, float, dict[str, Any]]] = [
-        (max(1, steps // 10), 0.35, {"xytext": (0, 9), "ha": "center"}),
-        (max(1, steps // 3), 0.6, {"xytext": (30, 5)}),
-        (steps, 1.0, {"xytext": (-6, 0), "ha": "right"}),
-    ]
-    for step, alpha, how in places:
-        losses = found.together[:, step - 1].tolist()
-        axes.loglog(rates, losses, color=picture.BLUE, alpha=alpha, linewidth=1.8)
-        at, words = (rates[middle], losses[middle]), f"after {step} updates"
-        picture.say(axes, words, at, picture.BLUE, alpha=alpha, **how)
-    alone = found.alone[:, -1].tolist()
-    axes.plot(rates, alone, "o", color=picture.ORANGE, fillstyle="none")
-    words = "○ the same, one run after the other"
-    picture.say(axes, words, at, picture.ORANGE, xytext=(-6, -16), ha="right")
+    num_steps = result.together.shape[1]
+    some = max(1, num_steps // 10)
+    more = max(1, num_steps // 3)
+    for step, alpha, shift, side in [
+        (some, 0.35, (0, 9), "center"),
+        (more, 0.6, (30, 5), "left"),
+        (num_steps, 1.0, (-6, 0), "right"),
+    ]:
+        losses = result.together[:, step - 1].tolist()
+        picture.plot_line(axes, rates, losses, picture.BLUE, alpha=alpha)
+        picture.annotate(
+            axes,
+            f"after {step} updates",
+            (rates[middle], losses[middle]),
+            picture.BLUE,
+            shift,
+            alpha=alpha,
+            ha=side,
+        )
+
+
+def plot_alone(axes: Any, result: Comparison) -> None:
+    """Plots the losses at the end of the runs that were made one after the other."""
+    rates = result.rates.tolist()
+    losses = result.alone[:, -1].tolist()
+    middle = RUNS // 2
+    axes.plot(rates, losses, "o", color=picture.ORANGE, fillstyle="none")
+    picture.annotate(
+        axes,
+        "○ the same, one run after the other",
+        (rates[middle], losses[middle]),
+        picture.ORANGE,
+        shift=(-6, -16),
+        ha="right",
+    )
+
+
+def plot(path: Path, result: Comparison) -> None:
+    """Plots the valley of the loss over the learning rate."""
+    figure, (axes,) = picture.make_panels(
+        f"{RUNS} learning rates in one program, in {result.seconds_together:.1f} "
+        f"seconds; one run after the other, they take {result.seconds_alone:.1f}"
+    )
+    plot_together(axes, result)
+    plot_alone(axes, result)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
     axes.set_xlabel("learning rate")
     axes.set_ylabel("loss per point")
     picture.save(figure, path)
 
 
-def main(arguments: Sequence[str] | None = None) -> Found:
-    """Trains both ways; prints, draws and returns what came out."""
-    options = picture.parser(__doc__, "ensembles", 150).parse_args(arguments)
-    found = measure(options.steps)
-    best = int(found.together[:, -1].argmin())
-    apart = (found.together - found.alone).abs() / found.alone
-    stable = int((apart.amax(1) < 1e-9).sum())
-    loss = found.together[best, -1]
-    print(f"best of {RUNS} learning rates: {found.rates[best]:.1e}, loss {loss:.1e}")
+def main(arguments: Sequence[str] | None = None) -> Comparison:
+    """Trains both ways; prints, plots and returns the losses."""
+    parser = picture.make_parser(__doc__, "ensembles", 150)
+    options = parser.parse_args(arguments)
+    result = measure(options.steps)
+    final = result.together[:, -1]
+    best = int(final.argmin())
     print(
-        f"seconds: {found.seconds_together:.1f} together, {found.seconds_alone:.1f} one by one"
+        f"best of {RUNS} learning rates: {result.rates[best]:.1e}, "
+        f"loss {final[best]:.1e}"
     )
     print(
-        f"losses within 1e-9 of each other: {stable} runs; the others amplify rounding"
+        f"seconds: {result.seconds_together:.1f} together, "
+        f"{result.seconds_alone:.1f} one by one"
     )
-    draw(options.picture, found)
-    return found
+    difference = (result.together - result.alone).abs()
+    relative = difference / result.alone
+    largest = relative.amax(1)
+    num_stable = int((largest < 1e-9).sum())
+    print(
+        f"losses within 1e-9 of each other: {num_stable} runs; "
+        "the others amplify rounding"
+    )
+    plot(options.picture, result)
+    return result
 
 
 if __name__ == "__main__":

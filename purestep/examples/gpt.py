@@ -1,4 +1,4 @@
-"""A GPT as two plain functions of a dict of tensors: ``init`` and ``apply``."""
+"""Defines a GPT as two plain functions of a dict of tensors: ``init`` and ``apply``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,12 @@ from torch.nn import functional
 
 import purestep as ps
 
+Params = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of the model."""
+    """Holds the sizes of the model."""
 
     vocabulary: int = 256
     context: int = 256
@@ -24,15 +26,18 @@ class Config:
 
 def init(
     config: Config, generator: torch.Generator, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
-    """Normal, narrower where residual branches end; the embedding is the output layer too."""
+) -> Params:
+    """Draws normal weights, narrower where residual branches end.
+
+    The embedding is the output layer, too.
+    """
+    width = config.width
+    branch_std = 0.02 / (2 * config.layers) ** 0.5
 
     def normal(*shape: int, std: float = 0.02) -> Tensor:
-        return (std * torch.randn(shape, generator=generator, dtype=torch.float64)).to(
-            dtype
-        )
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return (std * noise).to(dtype)
 
-    width, branch = config.width, 0.02 / (2 * config.layers) ** 0.5
     return {
         "embedding": normal(config.vocabulary, width),
         "position": normal(config.context, width),
@@ -40,9 +45,9 @@ def init(
             {
                 "norms": torch.ones(2, width, dtype=dtype),
                 "qkv": normal(width, 3 * width),
-                "out": normal(width, width, std=branch),
+                "out": normal(width, width, std=branch_std),
                 "up": normal(width, 4 * width),
-                "down": normal(4 * width, width, std=branch),
+                "down": normal(4 * width, width, std=branch_std),
             }
             for _ in range(config.layers)
         ],
@@ -51,23 +56,26 @@ def init(
 
 
 def apply(
-    config: Config, params: dict[str, Any], tokens: Tensor, *, remat: bool = False
+    config: Config, params: Params, tokens: Tensor, *, remat: bool = False
 ) -> Tensor:
-    """Logits for the token after each of ``tokens``, ``(batch, time)``; ``remat`` saves memory."""
-    x = (
-        functional.embedding(tokens, params["embedding"])
-        + params["position"][: tokens.shape[1]]
-    )
-    layer = ps.remat(block) if remat else block
-    for layer_params in params["layers"]:
-        x = layer(config, layer_params, x)
+    """Computes logits for the token after each of ``tokens``, ``(batch, time)``.
+
+    ``remat`` saves memory: the backward pass computes each layer again.
+    """
+    x = functional.embedding(tokens, params["embedding"])
+    length = tokens.shape[1]
+    x = x + params["position"][:length]
+    run_block = ps.remat(block) if remat else block
+    for layer in params["layers"]:
+        x = run_block(config, layer, x)
     embedding: Tensor = params["embedding"]
-    return _norm(x, params["norm"]) @ embedding.T
+    return _layer_norm(x, params["norm"]) @ embedding.T
 
 
-def block(config: Config, params: dict[str, Any], x: Tensor) -> Tensor:
-    """Attention and a network of two layers, each added to what it was given."""
-    qkv = _norm(x, params["norms"][0]) @ params["qkv"]
+def block(config: Config, params: Params, x: Tensor) -> Tensor:
+    """Adds attention to the input, then a network of two layers."""
+    # Nested, so that memory is freed early: these inputs are large.
+    qkv = _layer_norm(x, params["norms"][0]) @ params["qkv"]
     query, key, value = rearrange(
         qkv,
         "batch time (three head d) -> three batch head time d",
@@ -75,13 +83,14 @@ def block(config: Config, params: dict[str, Any], x: Tensor) -> Tensor:
         head=config.heads,
     )
     mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    x = x + rearrange(mixed, "batch head time d -> batch time (head d)") @ params["out"]
-    made: Tensor = (
-        x
-        + functional.gelu(_norm(x, params["norms"][1]) @ params["up"]) @ params["down"]
-    )
-    return made
+    mixed = rearrange(mixed, "batch head time d -> batch time (head d)")
+    x = x + mixed @ params["out"]
+
+    hidden = functional.gelu(_layer_norm(x, params["norms"][1]) @ params["up"])
+    output: Tensor = x + hidden @ params["down"]
+    return output
 
 
-def _norm(x: Tensor, scale: Tensor) -> Tensor:
-    return functional.layer_norm(x, x.shape[-1:]) * scale
+def _layer_norm(x: Tensor, scale: Tensor) -> Tensor:
+    normalized = functional.layer_norm(x, x.shape[-1:])
+    return normalized * scale

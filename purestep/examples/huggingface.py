@@ -9,10 +9,11 @@ It takes the extra: ``pip install 'purestep[huggingface]'``.
     python -m purestep.examples.huggingface --help
 """
 
+import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -30,28 +31,31 @@ from transformers import (
 import purestep as ps
 from purestep import tree
 from purestep.examples import picture
-from purestep.examples.docstrings import docstrings, docstrings_of, folder_of_python
+from purestep.examples.docstrings import extract_docstrings, load_corpus, python_folder
 
 Params = dict[str, Tensor]
 Batch = dict[str, Tensor]
+Losses = dict[str, list[tuple[int, float]]]
+"""For each kind of text, the update and the loss per token after it."""
 
 CONTEXT = 256
 DOCUMENTS = 8  # in a microbatch
 MICROBATCHES = 2  # in an update
-PYTHON, TORCH = "Python's docstrings", "torch's docstrings"
+PYTHON = "Python's docstrings"
+TORCH = "torch's docstrings"
 
 
-def torch_docstrings() -> list[str]:
-    """Those of the parts that people call most."""
+def read_torch_docstrings() -> list[str]:
+    """Reads the docstrings of the parts of torch that people call most."""
     folder = Path(torch.__file__).parent
-    parts = ("nn", "optim", "distributions")
-    return docstrings_of(
-        file for part in parts for file in (folder / part).rglob("*.py")
-    )
+    files: list[Path] = []
+    for package in ("nn", "optim", "distributions"):
+        files += (folder / package).rglob("*.py")
+    return extract_docstrings(files)
 
 
-def tokenizer_of(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Byte-level pairs, learned from the texts."""
+def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Learns pairs of bytes from the texts."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
@@ -60,44 +64,56 @@ def tokenizer_of(texts: Sequence[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
-def small_llama(vocabulary: int) -> LlamaForCausalLM:
-    """A Llama with half a million parameters, its embedding tied to its output."""
+def make_small_llama(vocabulary: int) -> LlamaForCausalLM:
+    """Makes a Llama with half a million parameters, its embedding tied to its output."""
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=128, intermediate_size=384, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
-        initializer_range=0.07, bos_token_id=None, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.07,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
     return LlamaForCausalLM(config)
 
 
-def examples_of(
+def make_examples(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerFast
 ) -> list[Batch]:
-    """Each text as the model takes it, and what each token is to predict."""
+    """Tokenizes texts, and labels each token with the next one."""
+    encoded = tokenizer(list(texts))
     examples = []
-    for ids in tokenizer(list(texts))["input_ids"]:
-        input_ids = torch.tensor([*ids, tokenizer.eos_token_id][:CONTEXT])
-        examples.append({"input_ids": input_ids, "labels": ps.shift_labels(input_ids)})
+    for ids in encoded["input_ids"]:
+        ids.append(tokenizer.eos_token_id)
+        input_ids = torch.tensor(ids[:CONTEXT])
+        labels = ps.shift_labels(input_ids)
+        examples.append({"input_ids": input_ids, "labels": labels})
     return examples
 
 
-def packed(examples: Sequence[Batch], generator: torch.Generator) -> Iterator[Batch]:
-    """Microbatches of documents in random order, again and again, several documents to a row."""
+def pack_forever(
+    examples: Sequence[Batch], generator: torch.Generator
+) -> Iterator[Batch]:
+    """Yields microbatches of documents in random order, several documents to a row."""
     while True:
-        order = torch.randperm(len(examples), generator=generator).tolist()
-        for documents in ps.group(order, DOCUMENTS):
-            yield ps.pack_documents(
-                [examples[i] for i in documents], row_tokens=CONTEXT
-            )
+        order = torch.randperm(len(examples), generator=generator)
+        for chosen in ps.group(order.tolist(), DOCUMENTS):
+            documents = [examples[i] for i in chosen]
+            yield ps.pack_documents(documents, row_tokens=CONTEXT)
 
 
-def loss_of(apply: Any) -> Callable[[Params, Batch], Tensor]:
-    """The loss of each token. Where positions begin again at 0, a document begins."""
+def make_loss_fn(apply: Any) -> Callable[[Params, Batch], Tensor]:
+    """Makes the loss of each token. Where positions begin again at 0, a document begins."""
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
         output = apply(
@@ -111,201 +127,300 @@ def loss_of(apply: Any) -> Callable[[Params, Batch], Tensor]:
     return loss_fn
 
 
+def count_numbers(tensors: Any) -> int:
+    """Counts the numbers in a tree of tensors."""
+    leaves = tree.leaves(tensors)
+    return sum(leaf.numel() for leaf in leaves)
+
+
 def train(
     params: Params,
     apply: Any,
     examples: Sequence[Batch],
     held_out: Mapping[str, Sequence[Batch]],
-    steps: int,
+    num_steps: int,
     peak_rate: float,
-) -> tuple[Params, dict[str, list[tuple[int, float]]]]:
-    """The trained params, and the loss per token of held-out documents after so many steps."""
-    rate = ps.optim.warmup_cosine_decay_schedule(
-        0.0, peak_rate, steps // 10 + 1, steps + 1, peak_rate / 10
+) -> tuple[Params, Losses]:
+    """Trains; returns the params, and the losses of held-out documents on the way."""
+    learning_rate = ps.optim.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=peak_rate,
+        warmup_steps=num_steps // 10 + 1,
+        decay_steps=num_steps + 1,
+        end_value=peak_rate / 10,
     )
-    optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(rate))
+    optimizer = ps.optim.chain(
+        ps.optim.clip_by_global_norm(1.0),
+        ps.optim.adamw(learning_rate),
+    )
     opt_state = optimizer.init(params)
-    size, state = (
-        sum(leaf.numel() for leaf in tree.leaves(t)) for t in (params, opt_state)
+    print(
+        f"{count_numbers(params):,} parameters train, "
+        f"the optimizer keeps {count_numbers(opt_state):,} numbers"
     )
-    print(f"{size:,} parameters train, the optimizer keeps {state:,} numbers")
-    update_step = ps.make_update_step(loss_of(apply), optimizer, donate=True)
-    eval_step = ps.make_eval_step(loss_of(apply.eval))
-    losses: dict[str, list[tuple[int, float]]] = {name: [] for name in held_out}
+    loss_fn = make_loss_fn(apply)
+    update_step = ps.make_update_step(loss_fn, optimizer, donate=True)
+    eval_step = ps.make_eval_step(make_loss_fn(apply.eval))
+    losses: Losses = {name: [] for name in held_out}
 
     def evaluate(step: int) -> None:
         for name, documents in held_out.items():
-            group = [ps.pack_documents(documents, row_tokens=CONTEXT)]
-            losses[name].append((step, float(eval_step(params, group).loss)))
+            batch = ps.pack_documents(documents, row_tokens=CONTEXT)
+            metrics = eval_step(params, [batch])
+            losses[name].append((step, float(metrics.loss)))
 
     evaluate(0)
-    stream = ps.group(packed(examples, torch.Generator().manual_seed(0)), MICROBATCHES)
-    bar = tqdm(range(1, steps + 1), unit="step")
-    for step, group in zip(bar, stream, strict=False):
+    generator = torch.Generator().manual_seed(0)
+    microbatches = pack_forever(examples, generator)
+    groups = ps.group(microbatches, MICROBATCHES)
+    eval_every = max(1, num_steps // 8)
+    bar = tqdm(range(1, num_steps + 1), unit="step")
+    for step, group in zip(bar, groups, strict=False):
         params, opt_state, metrics = update_step(params, opt_state, group)
         bar.set_postfix_str(f"loss {metrics.loss:.3f}")
-        if step % max(1, steps // 8) == 0 or step == steps:
+        if step % eval_every == 0 or step == num_steps:
             evaluate(step)
-    for name, values in losses.items():
-        print(
-            f"loss per token of {name} held out: {values[0][1]:.3f} -> {values[-1][1]:.3f}"
-        )
+    for name, points in losses.items():
+        _, first = points[0]
+        _, last = points[-1]
+        print(f"loss per token of {name} held out: {first:.3f} -> {last:.3f}")
     return params, losses
 
 
 def check_loaded(
     loaded: Any, params: Params, apply: Any, example: Batch, folder: Path
 ) -> None:
-    """What was loaded gives the logits of what was trained, to the bit."""
+    """Checks that a loaded model gives the logits of the trained one, to the bit."""
     ids = example["input_ids"][None]
     with torch.no_grad():
-        trained, found = apply.eval(params, ids).logits, loaded.eval()(ids).logits
-    assert torch.equal(trained, found), (
-        f"{folder}: the logits differ by {(trained - found).abs().max()}"
+        expected = apply.eval(params, ids).logits
+        logits = loaded.eval()(ids).logits
+    assert torch.equal(expected, logits), (
+        f"{folder}: the logits differ by {(expected - logits).abs().max()}"
     )
     print(
-        f"{folder} loads as {type(loaded).__name__}, with the same {found.numel():,} logits"
+        f"{folder} loads as {type(loaded).__name__}, with the same "
+        f"{logits.numel():,} logits"
     )
 
 
-def changes(
-    params: Params, apply: Any, documents: Sequence[Batch]
-) -> dict[str, list[float]]:
-    """By how much the loss per token of two documents changes when they share a row."""
-    loss_fn = loss_of(apply.eval)
+class RowChanges(NamedTuple):
+    """Holds how much the loss per token of two documents changes when they share a row."""
+
+    tokens: list[int]
+    packed: list[float]
+    joined: list[float]
+
+
+def compare_rows(params: Params, apply: Any, documents: Sequence[Batch]) -> RowChanges:
+    """Compares the loss of neighbouring documents in one row with that in two rows."""
+    loss_fn = make_loss_fn(apply.eval)
 
     @torch.no_grad()
-    def total(batch: Batch) -> float:
-        return float(loss_fn(params, batch).sum(dtype=torch.float64))
+    def sum_losses(batch: Batch) -> float:
+        losses = loss_fn(params, batch)
+        return float(losses.sum(dtype=torch.float64))
 
-    alone = [total(ps.pack_documents([each], row_tokens=CONTEXT)) for each in documents]
-    found: dict[str, list[float]] = {"tokens": [], "packed": [], "joined": []}
+    alone = []
+    for document in documents:
+        row = ps.pack_documents([document], row_tokens=CONTEXT)
+        alone.append(sum_losses(row))
+
+    changes = RowChanges([], [], [])
     for i, pair in enumerate(pairwise(documents)):
-        row = ps.pack_documents(pair, row_tokens=2 * CONTEXT)
-        tokens = int(ps.label_weights(row).sum())
+        packed = ps.pack_documents(pair, row_tokens=2 * CONTEXT)
         # Texts that are just put one after the other: the second sees the first.
-        joined = {**row, "positions": torch.arange(2 * CONTEXT)[None]}
-        found["tokens"].append(tokens)
-        for name, batch in {"packed": row, "joined": joined}.items():
-            found[name].append(abs(total(batch) - alone[i] - alone[i + 1]) / tokens)
-    return found
+        positions = torch.arange(2 * CONTEXT)
+        joined = {**packed, "positions": positions[None]}
+        num_tokens = int(ps.label_weights(packed).sum())
+        expected = alone[i] + alone[i + 1]
+        packed_change = abs(sum_losses(packed) - expected)
+        joined_change = abs(sum_losses(joined) - expected)
+        changes.tokens.append(num_tokens)
+        changes.packed.append(packed_change / num_tokens)
+        changes.joined.append(joined_change / num_tokens)
+    return changes
 
 
-def draw(
-    path: Path,
-    scratch: Mapping[str, Any],
-    lora: Mapping[str, Any],
-    rows: Mapping[str, Any],
-) -> None:
-    """What was learned on the left, what packing changes on the right."""
-    figure, (left, right) = picture.panels(
-        "Loss per token, held out", "Loss per token: |in a shared row − alone|"
-    )
-    begin = scratch[PYTHON][-1][0]
-    for name, color in {PYTHON: picture.BLUE, TORCH: picture.ORANGE}.items():
-        points = [*scratch[name], *[(begin + step, loss) for step, loss in lora[name]]]
-        left.plot(
-            *zip(*points, strict=True),
-            color=color,
-            linewidth=1.8,
-            marker="o",
-            markersize=3,
-        )
-        picture.say(left, name, points[-1], color)
-    left.axvline(begin, color="0.8", zorder=0)
-    for words, side, shift in [
+def plot_losses(axes: Any, llama: Losses, lora: Losses) -> None:
+    """Plots the losses of the Llama, and after them those of the LoRA."""
+    end_of_llama, _ = llama[PYTHON][-1]
+    colors = {PYTHON: picture.BLUE, TORCH: picture.ORANGE}
+    for name, color in colors.items():
+        points = list(llama[name])
+        for step, loss in lora[name]:
+            points.append((end_of_llama + step, loss))
+        steps, losses = zip(*points, strict=True)
+        picture.plot_line(axes, steps, losses, color, marker="o")
+        picture.annotate(axes, name, points[-1], color)
+    axes.axvline(end_of_llama, color="0.8", zorder=0)
+    for text, side, shift in [
         ("a Llama learns Python's", "right", -5),
         ("a LoRA learns torch's", "left", 5),
     ]:
-        where = {
-            "xytext": (shift, 0),
-            "xycoords": ("data", "axes fraction"),
-            "va": "top",
-        }
-        picture.say(left, words, (begin, 1), picture.GREY, ha=side, **where)
-    left.set_xlabel("update")
-
-    for name, words, color in [
-        ("joined", "one after the other, no borders", picture.GREY),
-        ("packed", "ps.pack_documents", picture.GREEN),
-    ]:
-        right.semilogy(
-            rows["tokens"], [max(x, 1e-10) for x in rows[name]], ".", color=color
+        picture.annotate(
+            axes,
+            text,
+            (end_of_llama, 1),
+            picture.GREY,
+            shift=(shift, 0),
+            xycoords=("data", "axes fraction"),
+            ha=side,
+            va="top",
         )
-        where = {"xytext": (0, 8), "xycoords": ("axes fraction", "data"), "ha": "right"}
-        picture.say(right, words, (1, max(rows[name])), color, **where)
-    powers = range(-8, 1, 2)
-    right.set_yticks(
-        [1e-10, *[10.0**n for n in powers]], ["0", *[f"$10^{{{n}}}$" for n in powers]]
-    )
-    right.set_xlabel("tokens of two documents")
-    picture.save(figure, path)
+    axes.set_xlabel("update")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains a Llama, and a LoRA on it; saves and loads both; draws."""
-    parser = picture.parser(__doc__, "huggingface", 300)
-    parser.add_argument("--lora-steps", type=picture.positive, default=100)
+def plot_changes(axes: Any, changes: RowChanges) -> None:
+    """Plots how much the loss of two documents changes in a shared row."""
+    for values, text, color in [
+        (changes.joined, "one after the other, no borders", picture.GREY),
+        (changes.packed, "ps.pack_documents", picture.GREEN),
+    ]:
+        visible = [max(value, 1e-10) for value in values]
+        axes.semilogy(changes.tokens, visible, ".", color=color)
+        picture.annotate(
+            axes,
+            text,
+            (1, max(values)),
+            color,
+            shift=(0, 8),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+        )
+    ticks = {1e-10: "0"}
+    for exponent in range(-8, 1, 2):
+        ticks[10.0**exponent] = f"$10^{{{exponent}}}$"
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.set_xlabel("tokens of two documents")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Makes the command line."""
+    parser = picture.make_parser(__doc__, "huggingface", 300)
+    parser.add_argument("--lora-steps", type=picture.positive_int, default=100)
     parser.add_argument("--held-out", type=int, default=60, help="docstrings of each")
     parser.add_argument(
-        "--docstrings-of", type=folder_of_python, help="instead of Python's own"
+        "--docstrings-of", type=python_folder, help="instead of Python's own"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("huggingface"), help="folder of models"
     )
-    options = parser.parse_args(arguments)
-    llama, adapters = options.out / "llama", options.out / "lora"
-    llama.mkdir(parents=True, exist_ok=True)
+    return parser
 
-    torch.manual_seed(0)
-    python = [text.decode() for text in docstrings(options.docstrings_of)]
-    texts = {PYTHON: python, TORCH: torch_docstrings()}
-    tokenizer = tokenizer_of(texts[PYTHON])
-    examples, held_out = {}, {}
-    for name, each in texts.items():
-        order = torch.randperm(len(each)).tolist()
-        every = examples_of([each[i] for i in order], tokenizer)
-        if not 1 < options.held_out < len(every):
-            parser.error(
-                f"--held-out {options.held_out} of {len(every)} of {name}: 2 at least, not all"
-            )
-        held_out[name] = every[: options.held_out]
-        examples[name] = every[options.held_out :]
-        print(f"{name}: {len(every)}, {sum(len(e['labels']) for e in every):,} tokens")
 
-    model = small_llama(len(tokenizer))
+def train_llama(
+    options: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: Mapping[str, Sequence[Batch]],
+    held_out: Mapping[str, Sequence[Batch]],
+) -> tuple[Losses, RowChanges]:
+    """Trains a Llama on Python's docstrings, saves it, and checks that it loads."""
+    folder = options.out / "llama"
+    model = make_small_llama(len(tokenizer))
     params, apply = ps.from_module(model)
-    params, scratch = train(
-        params, apply, examples[PYTHON], held_out, options.steps, 5e-3
+    params, losses = train(
+        params,
+        apply,
+        examples[PYTHON],
+        held_out,
+        num_steps=options.steps,
+        peak_rate=5e-3,
     )
     ps.to_module(params, model)
-    model.save_pretrained(llama)
-    tokenizer.save_pretrained(llama)
-    rows = changes(params, apply, held_out[PYTHON])
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
-    loaded = AutoModelForCausalLM.from_pretrained(llama)
-    check_loaded(loaded, params, apply, held_out[PYTHON][0], llama)
+    changes = compare_rows(params, apply, held_out[PYTHON])
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    example = held_out[PYTHON][0]
+    check_loaded(loaded, params, apply, example, folder)
+    return losses, changes
 
-    adapted = get_peft_model(
-        loaded, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+
+def train_lora(
+    options: argparse.Namespace,
+    examples: Mapping[str, Sequence[Batch]],
+    held_out: Mapping[str, Sequence[Batch]],
+) -> tuple[Losses, PeftModel]:
+    """Trains a LoRA of the saved Llama on torch's docstrings, saves it, and loads it again."""
+    folder = options.out / "lora"
+    llama = AutoModelForCausalLM.from_pretrained(options.out / "llama")
+    config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+    model = get_peft_model(llama, config)
+    params, apply = ps.from_module(model)
+    params, losses = train(
+        params,
+        apply,
+        examples[TORCH],
+        held_out,
+        num_steps=options.lora_steps,
+        peak_rate=1e-2,
     )
-    params, apply = ps.from_module(adapted)
-    params, lora = train(
-        params, apply, examples[TORCH], held_out, options.lora_steps, 1e-2
-    )
-    ps.to_module(params, adapted)
-    adapted.save_pretrained(adapters)
+    ps.to_module(params, model)
+    model.save_pretrained(folder)
 
-    loaded = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(llama), adapters
-    )
-    check_loaded(loaded, params, apply, held_out[TORCH][0], adapters)
+    llama = AutoModelForCausalLM.from_pretrained(options.out / "llama")
+    loaded = PeftModel.from_pretrained(llama, folder)
+    example = held_out[TORCH][0]
+    check_loaded(loaded, params, apply, example, folder)
+    return losses, loaded
 
-    reader = AutoTokenizer.from_pretrained(llama)
-    prompt = reader("Args:\n    input (Tensor):", return_tensors="pt")
-    (text,) = loaded.generate(**prompt, max_new_tokens=60, do_sample=True, top_k=20)
-    print("---", reader.decode(text), "---", sep="\n")
-    draw(options.picture, scratch, lora, rows)
+
+def print_sample(model: Any, tokenizer_folder: Path) -> None:
+    """Continues a prompt with the loaded model and tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    prompt = tokenizer("Args:\n    input (Tensor):", return_tensors="pt")
+    (tokens,) = model.generate(
+        **prompt,
+        max_new_tokens=60,
+        do_sample=True,
+        top_k=20,
+    )
+    text = tokenizer.decode(tokens)
+    print("---", text, "---", sep="\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains a Llama, and a LoRA on it; saves and loads both; plots."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    torch.manual_seed(0)
+    corpus = load_corpus(options.docstrings_of)
+    texts = {
+        PYTHON: [text.decode() for text in corpus],
+        TORCH: read_torch_docstrings(),
+    }
+    tokenizer = train_tokenizer(texts[PYTHON])
+    examples = {}
+    held_out = {}
+    for name in texts:
+        order = torch.randperm(len(texts[name])).tolist()
+        shuffled = [texts[name][i] for i in order]
+        documents = make_examples(shuffled, tokenizer)
+        if not 1 < options.held_out < len(documents):
+            parser.error(
+                f"--held-out {options.held_out} of {len(documents)} of {name}: "
+                "2 at least, not all"
+            )
+        held_out[name] = documents[: options.held_out]
+        examples[name] = documents[options.held_out :]
+        num_tokens = sum(len(document["labels"]) for document in documents)
+        print(f"{name}: {len(documents)}, {num_tokens:,} tokens")
+
+    llama_losses, changes = train_llama(options, tokenizer, examples, held_out)
+    lora_losses, loaded = train_lora(options, examples, held_out)
+    print_sample(loaded, options.out / "llama")
+
+    figure, (left_axes, right_axes) = picture.make_panels(
+        "Loss per token, held out",
+        "Loss per token: |in a shared row − alone|",
+    )
+    plot_losses(left_axes, llama_losses, lora_losses)
+    plot_changes(right_axes, changes)
+    picture.save(figure, options.picture)
 
 
 if __name__ == "__main__":

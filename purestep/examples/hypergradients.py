@@ -11,7 +11,6 @@ the same number of updates than the best single rate for all layers.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,136 +34,208 @@ MOMENTUM = 0.9
 
 
 def loss_fn(params: Params, batch: Batch) -> Tensor:
-    """The squared error of each row."""
-    return ps.losses.mse(mlp.apply(params, batch["x"]).squeeze(-1), batch["y"])
+    """Computes the squared error of each row."""
+    column = mlp.apply(params, batch["x"])
+    predicted = column.squeeze(-1)
+    return ps.losses.mse(predicted, batch["y"])
+
+
+def weight_fn(batch: Batch) -> Tensor:
+    """Gives each row the weight 1."""
+    return torch.ones_like(batch["y"])
+
+
+def make_optimizer(rates: Rates) -> ps.optim.Optimizer:
+    """Makes SGD with a learning rate for each layer."""
+    optimizers = {}
+    for layer, rate in rates.items():
+        optimizers[layer] = ps.optim.sgd(rate, momentum=MOMENTUM)
+    return ps.optim.partition(optimizers, LAYERS)
 
 
 def train(rates: Rates, run: Any) -> Tensor:
-    """The loss of each update, and at last that of rows which were not trained on."""
-    params, batches = run["params"], run["batches"]
-    optimizer = ps.optim.partition(
-        LAYERS,
-        {name: ps.optim.sgd(rate, momentum=MOMENTUM) for name, rate in rates.items()},
-    )
-    update_step = ps.make_update_step(
-        loss_fn, optimizer, weight_fn=lambda m: torch.ones_like(m["y"])
-    )
-    opt_state, losses = optimizer.init(params), []
-    *trained_on, last = (
-        {"x": x, "y": y} for x, y in zip(batches["x"], batches["y"], strict=True)
-    )
-    for batch in trained_on:
-        params, opt_state, metrics = update_step(
-            params, opt_state, ps.split(batch, k=2)
-        )
+    """Trains one run; returns the loss of each update, then that of rows it has not seen."""
+    optimizer = make_optimizer(rates)
+    update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
+    params = run["params"]
+    opt_state = optimizer.init(params)
+    num_batches = UPDATES + 1
+    *batches, unseen = ps.split(run["batches"], k=num_batches)
+    losses = []
+    for batch in batches:
+        group = ps.split(batch, k=2)
+        params, opt_state, metrics = update_step(params, opt_state, group)
         losses.append(metrics.loss)
-    return torch.stack([*losses, loss_fn(params, last).mean()])
+    final_loss = loss_fn(params, unseen).mean()
+    return torch.stack([*losses, final_loss])
 
 
-def runs(number: int, generator: torch.Generator) -> Any:
-    """Initial parameters, and rows of a function that is made of waves, for so many runs."""
-    each = []
-    for _ in range(number):
-        x = torch.randn(
-            UPDATES + 1, 2 * ROWS, WIDTHS[0], generator=generator, dtype=torch.float64
-        )
-        y = torch.sin(2 * x[..., 0]) * x[..., 1] + torch.cos(x[..., 2])
-        each.append(
-            {"params": mlp.init(WIDTHS, generator), "batches": {"x": x, "y": y}}
-        )
-    return tree.map(lambda *leaves: torch.stack(leaves), *each)
+def sample_run(generator: torch.Generator) -> Any:
+    """Draws initial parameters, and rows of a function that is made of waves."""
+    num_batches = UPDATES + 1
+    num_rows = 2 * ROWS * num_batches
+    x = torch.randn(num_rows, 4, generator=generator, dtype=torch.float64)
+    a, b, c, _ = x.unbind(-1)
+    y = torch.sin(2 * a) * b + torch.cos(c)
+    return {
+        "params": mlp.init(WIDTHS, generator),
+        "batches": {"x": x, "y": y},
+    }
 
 
-def losses_of(log_rates: Rates, some: Any) -> Tensor:
-    """Those of each run: before each update, and after the last on rows that are new."""
-    losses: Tensor = torch.vmap(lambda run: train(tree.map(torch.exp, log_rates), run))(
-        some
-    )
+def sample_runs(num_runs: int, generator: torch.Generator) -> Any:
+    """Draws runs, and stacks them."""
+    runs = [sample_run(generator) for _ in range(num_runs)]
+
+    def stack(*leaves: Tensor) -> Tensor:
+        return torch.stack(leaves)
+
+    return tree.map(stack, *runs)
+
+
+def compute_losses(log_rates: Rates, runs: Any) -> Tensor:
+    """Trains all runs at once; returns the losses of ``train``, ``(runs, updates + 1)``."""
+    rates = tree.map(torch.exp, log_rates)
+    train_all = torch.vmap(train, in_dims=(None, 0))
+    losses: Tensor = train_all(rates, runs)
     return losses
 
 
-def in_all_layers(log_rate: Tensor) -> Rates:
-    """The same rate."""
+def compute_final_losses(log_rates: Rates, runs: Any) -> Tensor:
+    """Trains all runs at once; returns the loss at the end of each."""
+    losses = compute_losses(log_rates, runs)
+    return losses[:, -1]
+
+
+def weight_runs(runs: Any) -> Tensor:
+    """Gives each run the weight 1."""
+    num_runs = len(runs["batches"]["x"])
+    return torch.ones(num_runs)
+
+
+def share_rate(log_rate: Tensor) -> Rates:
+    """Gives all layers the same rate."""
     return dict.fromkeys(LAYERS, log_rate)
 
 
-def best_single(some: Any) -> Rates:
-    """The logarithm of the rate that, in all layers, ends lowest: of 16, in one program."""
+def find_best_single_rate(runs: Any) -> Rates:
+    """Finds the rate that, in all layers, ends lowest: of 16, in one program."""
+
+    def compute_mean_loss(log_rate: Tensor) -> Tensor:
+        log_rates = share_rate(log_rate)
+        return compute_final_losses(log_rates, runs).mean()
+
     candidates = torch.linspace(-7.0, -2.0, 16, dtype=torch.float64)
-    ends = torch.vmap(lambda rate: losses_of(in_all_layers(rate), some)[:, -1].mean())
-    best = ends(candidates).nan_to_num(nan=torch.inf).argmin()
-    return in_all_layers(candidates[best])
+    losses = torch.vmap(compute_mean_loss)(candidates)
+    # Runs at too large a rate diverge, and end in NaN.
+    losses = losses.nan_to_num(nan=torch.inf)
+    best = losses.argmin()
+    return share_rate(candidates[best])
 
 
-def learn(log_rates: Rates, steps: int, generator: torch.Generator) -> list[Rates]:
-    """The logarithms of the rates: to begin with, and after each outer update."""
+def learn_rates(
+    log_rates: Rates, num_steps: int, generator: torch.Generator
+) -> list[Rates]:
+    """Learns the logarithms of the rates; returns them before and after each outer update."""
     optimizer = ps.optim.adamw(0.1, weight_decay=0.0)
     update_step = ps.make_update_step(
-        lambda log_rates, some: losses_of(log_rates, some)[:, -1],
+        compute_final_losses,
         optimizer,
-        weight_fn=lambda some: torch.ones(len(some["batches"]["x"])),
+        weight_fn=weight_runs,
     )
-    path, opt_state = [log_rates], optimizer.init(log_rates)
-    for _ in tqdm(range(steps), unit="outer update"):
-        log_rates, opt_state, _ = update_step(
-            log_rates, opt_state, [runs(RUNS, generator)]
-        )
+    opt_state = optimizer.init(log_rates)
+    path = [log_rates]
+    for _ in tqdm(range(num_steps), unit="outer update"):
+        group = [sample_runs(RUNS, generator)]
+        log_rates, opt_state, _ = update_step(log_rates, opt_state, group)
         path.append(log_rates)
     return path
 
 
-def draw(path: Path, rates: list[Rates], single: Tensor, learned: Tensor) -> None:
-    """The rates on the left, on the right what they are good for."""
-    figure, (left, right) = picture.panels(
-        "Learning rates, learned through training",
-        f"{len(single)} runs on data never seen before",
-    )
-    for i, name in enumerate(LAYERS):
-        values = [float(each[name].exp()) for each in rates]
-        color = (picture.BLUE, picture.GREEN, picture.ORANGE, picture.GREY)[i]
-        left.semilogy(values, color=color, linewidth=1.8)
-        picture.say(
-            left,
-            name,
-            (len(values) - 1, values[-1]),
-            color,
-            xytext=(6, (5, -5, 5, -5)[i]),
-        )
-    left.set_xlabel("outer update")
-    left.set_ylabel("learning rate")
-    for losses, words, color in [
+def plot_rates(axes: Any, path: list[Rates]) -> None:
+    """Plots the rate of each layer over the outer updates."""
+    styles = [
+        (picture.BLUE, 5),
+        (picture.GREEN, -5),
+        (picture.ORANGE, 5),
+        (picture.GREY, -5),
+    ]
+    steps = range(len(path))
+    for i, layer in enumerate(LAYERS):
+        color, height = styles[i]
+        logs = [log_rates[layer] for log_rates in path]
+        rates = torch.stack(logs).exp().tolist()
+        picture.plot_line(axes, steps, rates, color)
+        end = (steps[-1], rates[-1])
+        shift = (6, height)
+        picture.annotate(axes, layer, end, color, shift)
+    axes.set_yscale("log")
+    axes.set_xlabel("outer update")
+    axes.set_ylabel("learning rate")
+
+
+def plot_losses(axes: Any, single: Tensor, learned: Tensor) -> None:
+    """Plots the mean loss of unseen runs over the updates, without and with learned rates."""
+    updates = range(UPDATES + 1)
+    middle = UPDATES // 2
+    for losses, text, color in [
         (single, "the best single rate", picture.ORANGE),
         (learned, "a rate for each layer, learned", picture.BLUE),
     ]:
-        right.plot(losses.mean(0), color=color, linewidth=1.8)
-        at = (UPDATES // 2, float(losses.mean(0)[UPDATES // 2]))
-        picture.say(right, words, at, color, xytext=(0, 18))
-    right.set_xticks(range(0, UPDATES + 1, 5))
-    right.set_xlabel("update")
-    right.set_ylabel("mean squared error")
-    picture.save(figure, path)
+        means = losses.mean(0).tolist()
+        picture.plot_line(axes, updates, means, color)
+        point = (middle, means[middle])
+        picture.annotate(axes, text, point, color, shift=(0, 18))
+    axes.set_xticks(updates[::5])
+    axes.set_xlabel("update")
+    axes.set_ylabel("mean squared error")
+
+
+def print_rates(single: Rates, learned: Rates) -> None:
+    """Prints the rate of each layer, before and after learning."""
+    for layer in LAYERS:
+        old = single[layer].exp()
+        new = learned[layer].exp()
+        print(f"{layer}: learning rate {old:.4f} -> {new:.4f}")
+
+
+def print_gain(before: Tensor, after: Tensor) -> None:
+    """Prints the losses at the end of unseen runs, without and with learned rates."""
+    final_before = before[:, -1]
+    final_after = after[:, -1]
+    gain = final_before - final_after
+    error = gain.std() / len(gain) ** 0.5
+    print(
+        f"loss of {len(gain)} unseen runs: "
+        f"{final_before.mean():.3f} with the best single rate, "
+        f"{final_after.mean():.3f} with a rate for each layer; "
+        f"the difference is {gain.mean():.3f} ± {error:.3f}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
-    """Learns rates; prints, draws and returns the losses of unseen runs without and with them."""
-    options = picture.parser(__doc__, "hypergradients", 60).parse_args(arguments)
+    """Learns rates; prints, plots and returns the losses of unseen runs without and with them."""
+    parser = picture.make_parser(__doc__, "hypergradients", 60)
+    options = parser.parse_args(arguments)
     generator = torch.Generator().manual_seed(0)
-    single = best_single(runs(96, generator))
-    rates = learn(single, options.steps, generator)
-    unseen = runs(64, generator)
-    before, after = losses_of(single, unseen), losses_of(rates[-1], unseen)
-    for name in LAYERS:
-        print(
-            f"{name}: learning rate {single[name].exp():.4f} -> {rates[-1][name].exp():.4f}"
-        )
-    gain = before[:, -1] - after[:, -1]
-    error = gain.std() / len(gain) ** 0.5
-    print(
-        f"loss of {len(gain)} unseen runs: {before[:, -1].mean():.3f} with the best single rate, "
-        f"{after[:, -1].mean():.3f} with a rate for each layer; "
-        f"the difference is {gain.mean():.3f} ± {error:.3f}"
+    runs = sample_runs(96, generator)
+    single = find_best_single_rate(runs)
+    path = learn_rates(single, options.steps, generator)
+    learned = path[-1]
+    unseen = sample_runs(64, generator)
+    before = compute_losses(single, unseen)
+    after = compute_losses(learned, unseen)
+
+    print_rates(single, learned)
+    print_gain(before, after)
+
+    figure, (left_axes, right_axes) = picture.make_panels(
+        "Learning rates, learned through training",
+        f"{len(before)} runs on data never seen before",
     )
-    draw(options.picture, rates, before, after)
+    plot_rates(left_axes, path)
+    plot_losses(right_axes, before, after)
+    picture.save(figure, options.picture)
     return before, after
 
 

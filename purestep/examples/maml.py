@@ -9,8 +9,8 @@ the mean of all sinusoids, zero.
 """
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,166 +23,244 @@ from purestep.examples.mlp import Params
 Batch = dict[str, Tensor]
 
 WIDTH = 40
-SHOTS = 10  # points of a sinusoid that are given
+SHOTS = 10  # points of a sinusoid to learn from
 TASKS = 25  # sinusoids in an outer update
 RATE = 0.02  # of the inner updates
-UPDATES = 2  # of a task, through which is learned
-MOST = 10  # updates of a task in the picture
+UPDATES = 2  # of a task, through which the initialisation is learned
+MAX_UPDATES = 10  # updates of a task in the picture
+COLORS = (picture.ORANGE, picture.BLUE)
+
+
+class Start(NamedTuple):
+    """Holds an initialisation, and the learning rate with which it adapts."""
+
+    params: Params
+    rate: float | Tensor
 
 
 def apply(params: Params, x: Tensor) -> Tensor:
-    """A number for each."""
-    return mlp.apply(params, x[..., None]).squeeze(-1)
+    """Predicts a number for each number."""
+    columns = mlp.apply(params, x[..., None])
+    return columns.squeeze(-1)
 
 
 def loss_fn(params: Params, batch: Batch) -> Tensor:
-    """The squared error of each point."""
-    return ps.losses.mse(apply(params, batch["x"]), batch["y"])
+    """Computes the squared error of each point."""
+    predicted = apply(params, batch["x"])
+    return ps.losses.mse(predicted, batch["y"])
 
 
-def sinusoids(number: int, generator: torch.Generator) -> Batch:
-    """Of amplitudes from 0.1 to 5 and any phase: points to learn from, and as many to predict."""
+def weight_fn(batch: Batch) -> Tensor:
+    """Gives each point the weight 1."""
+    return torch.ones_like(batch["y"])
 
-    def uniform(low: float, high: float, *shape: int) -> Tensor:
-        return low + (high - low) * torch.rand(
-            shape, generator=generator, dtype=torch.float64
-        )
 
-    amplitude, phase = uniform(0.1, 5, number, 1), uniform(0, 2 * math.pi, number, 1)
-    x, ask = uniform(-5, 5, number, SHOTS), uniform(-5, 5, number, SHOTS)
+def sample_uniform(
+    low: float, high: float, shape: tuple[int, int], generator: torch.Generator
+) -> Tensor:
+    """Draws numbers between two bounds."""
+    noise = torch.rand(shape, generator=generator, dtype=torch.float64)
+    return low + (high - low) * noise
+
+
+def evaluate_sinusoid(x: Tensor, amplitude: Tensor, phase: Tensor) -> Tensor:
+    """Evaluates sinusoids at points."""
+    return amplitude * torch.sin(x - phase)
+
+
+def sample_tasks(num_tasks: int, generator: torch.Generator) -> Batch:
+    """Draws sinusoids of amplitudes from 0.1 to 5 and any phase.
+
+    Each has points to learn from, its support, and as many to predict, its query.
+    """
+    of_task = (num_tasks, 1)
+    of_points = (num_tasks, SHOTS)
+    amplitude = sample_uniform(0.1, 5, of_task, generator)
+    phase = sample_uniform(0, 2 * math.pi, of_task, generator)
+    support = sample_uniform(-5, 5, of_points, generator)
+    query = sample_uniform(-5, 5, of_points, generator)
     return {
-        "amplitude": amplitude, "phase": phase, "x": x, "y": amplitude * torch.sin(x - phase),
-        "ask": ask, "answer": amplitude * torch.sin(ask - phase),
-    }  # fmt: skip
+        "amplitude": amplitude,
+        "phase": phase,
+        "support_x": support,
+        "support_y": evaluate_sinusoid(support, amplitude, phase),
+        "query_x": query,
+        "query_y": evaluate_sinusoid(query, amplitude, phase),
+    }
 
 
-def adapted(
-    params: Params, task: Batch, updates: int, rate: float | Tensor = RATE
-) -> list[Params]:
-    """The parameters before the first update on the points of one task, and after each."""
-    optimizer = ps.optim.sgd(rate)
-    update_step = ps.make_update_step(
-        loss_fn, optimizer, weight_fn=lambda batch: torch.ones_like(batch["y"])
-    )
-    opt_state, path = optimizer.init(params), [params]
-    for _ in range(updates):
-        params, opt_state, _ = update_step(
-            params, opt_state, [{"x": task["x"], "y": task["y"]}]
-        )
+def adapt(start: Start, task: Batch, num_updates: int) -> list[Params]:
+    """Learns the points of one task; returns the parameters before and after each update."""
+    optimizer = ps.optim.sgd(start.rate)
+    update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
+    support = {"x": task["support_x"], "y": task["support_y"]}
+    group = [support]
+    params = start.params
+    opt_state = optimizer.init(params)
+    path = [params]
+    for _ in range(num_updates):
+        params, opt_state, _ = update_step(params, opt_state, group)
         path.append(params)
     return path
 
 
-def errors(
-    params: Params, tasks: Batch, updates: int, rate: float | Tensor = RATE
-) -> Tensor:
-    """The squared errors of each task's points to be found, (tasks, updates + 1, points)."""
+def compute_errors(start: Start, tasks: Batch, num_updates: int) -> Tensor:
+    """Computes the squared errors of points to predict, ``(tasks, updates + 1, points)``."""
 
-    def of_task(task: Batch) -> Tensor:
-        asked = {"x": task["ask"], "y": task["answer"]}
-        return torch.stack(
-            [loss_fn(at, asked) for at in adapted(params, task, updates, rate)]
-        )
+    def compute_task_errors(task: Batch) -> Tensor:
+        query = {"x": task["query_x"], "y": task["query_y"]}
+        errors = []
+        for params in adapt(start, task, num_updates):
+            errors.append(loss_fn(params, query))
+        return torch.stack(errors)
 
-    found: Tensor = torch.vmap(of_task)(tasks)
-    return found
+    errors: Tensor = torch.vmap(compute_task_errors)(tasks)
+    return errors
 
 
-def learn(updates: int, steps: int) -> Params:
-    """Parameters that are good after so many updates of a task; 0: after ordinary training."""
+def learn_initialization(num_updates: int, num_steps: int) -> Params:
+    """Learns parameters that are good after ``num_updates`` of a task.
+
+    With 0 updates, this is ordinary training.
+    """
     generator = torch.Generator().manual_seed(0)
-    params = mlp.init((1, WIDTH, WIDTH, 1), generator, gain=math.sqrt(2))
-    rate = ps.optim.warmup_cosine_decay_schedule(
-        0.0, 1e-2, steps // 40 + 1, steps + 1, 5e-4
+    widths = (1, WIDTH, WIDTH, 1)
+    gain = math.sqrt(2)
+    params = mlp.init(widths, generator, gain)
+    learning_rate = ps.optim.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=1e-2,
+        warmup_steps=num_steps // 40 + 1,
+        decay_steps=num_steps + 1,
+        end_value=5e-4,
     )
-    optimizer = ps.optim.adamw(rate, weight_decay=0.0)
+    optimizer = ps.optim.adamw(learning_rate, weight_decay=0.0)
+
+    def outer_loss_fn(params: Params, tasks: Batch) -> Tensor:
+        start = Start(params, RATE)
+        errors = compute_errors(start, tasks, num_updates)
+        return errors[:, -1]
+
+    def outer_weight_fn(tasks: Batch) -> Tensor:
+        return torch.ones_like(tasks["query_y"])
+
     update_step = ps.make_update_step(
-        lambda params, tasks: errors(params, tasks, updates)[:, -1],
-        optimizer,
-        weight_fn=lambda tasks: torch.ones_like(tasks["answer"]),
+        outer_loss_fn, optimizer, weight_fn=outer_weight_fn
     )
     opt_state = optimizer.init(params)
-    for _ in tqdm(range(steps), unit="outer update"):
-        params, opt_state, _ = update_step(
-            params, opt_state, [sinusoids(TASKS, generator)]
-        )
+    for _ in tqdm(range(num_steps), unit="outer update"):
+        tasks = sample_tasks(TASKS, generator)
+        params, opt_state, _ = update_step(params, opt_state, [tasks])
     return params
 
 
-def best_rate(params: Params, tasks: Batch) -> Tensor:
-    """The rate with which these parameters have the least error in the end, of 24."""
+def find_best_rate(params: Params, tasks: Batch) -> Tensor:
+    """Finds the rate with which these parameters have the least error in the end, of 24."""
+
+    def compute_final_error(rate: Tensor) -> Tensor:
+        start = Start(params, rate)
+        errors = compute_errors(start, tasks, MAX_UPDATES)
+        return errors[:, -1].mean()
+
     rates = torch.logspace(-4, -0.5, 24, dtype=torch.float64)
-    ends = torch.vmap(lambda rate: errors(params, tasks, MOST, rate)[:, -1].mean())(
-        rates
-    )
-    return rates[ends.nan_to_num(nan=torch.inf).argmin()]
+    errors = torch.vmap(compute_final_error)(rates)
+    # Too large a rate diverges, and ends in NaN.
+    errors = errors.nan_to_num(nan=torch.inf)
+    return rates[errors.argmin()]
 
 
-def draw(
-    path: Path,
-    curves: dict[str, tuple[Params, float | Tensor]],
-    task: Batch,
-    found: list[Tensor],
-) -> None:
-    """One sinusoid on the left, the errors of many on the right."""
-    figure, (left, right) = picture.panels(
-        f"A sinusoid never seen before, after {UPDATES} updates",
-        f"{len(found[0])} such sinusoids: mean squared error",
-    )
+def select_largest(tasks: Batch) -> Batch:
+    """Selects the sinusoid with the largest amplitude."""
+    largest = int(tasks["amplitude"].argmax())
+    task = {}
+    for name, leaf in tasks.items():
+        task[name] = leaf[largest]
+    return task
+
+
+def average_errors(errors: Tensor) -> Tensor:
+    """Averages errors over tasks and their points; one mean for each update is left_axes."""
+    return errors.mean((0, 2))
+
+
+def plot_fits(axes: Any, starts: Sequence[Start], task: Batch) -> None:
+    """Plots a sinusoid, what each start makes of it, and the points to learn from."""
     x = torch.linspace(-5, 5, 200, dtype=torch.float64)
-    left.plot(
-        x, task["amplitude"] * torch.sin(x - task["phase"]), color="0.8", linewidth=5
-    )
-    for (name, (params, rate)), (color, away), errors_of in zip(
-        curves.items(), [(picture.ORANGE, -13), (picture.BLUE, 13)], found, strict=True
-    ):
-        left.plot(
-            x,
-            apply(adapted(params, task, UPDATES, rate)[-1], x),
-            color=color,
-            linewidth=1.8,
-        )
-        means = errors_of.mean((0, 2))
-        right.plot(means, "o-", color=color, linewidth=1.8, markersize=4)
-        at = (MOST, float(means[MOST]))
-        picture.say(right, name, at, color, xytext=(0, away), ha="right")
-    left.plot(
-        task["x"],
-        task["y"],
+    sinusoid = evaluate_sinusoid(x, task["amplitude"], task["phase"])
+    axes.plot(x, sinusoid, color="0.8", linewidth=5)
+    for start, color in zip(starts, COLORS, strict=True):
+        *_, adapted = adapt(start, task, UPDATES)
+        predicted = apply(adapted, x)
+        picture.plot_line(axes, x, predicted, color)
+    axes.plot(
+        task["support_x"],
+        task["support_y"],
         "o",
         color="black",
         label=f"the {SHOTS} points that are given",
     )
-    left.legend(
-        frameon=False, loc="lower left", bbox_to_anchor=(0, -0.2), handletextpad=0
+    axes.legend(
+        frameon=False,
+        loc="lower left",
+        bbox_to_anchor=(0, -0.2),
+        handletextpad=0,
     )
-    right.set_ylim(0)
-    right.set_xticks(range(0, MOST + 1, 2))
-    right.set_xlabel("update")
-    picture.save(figure, path)
+
+
+def plot_errors(axes: Any, errors: Mapping[str, Tensor]) -> None:
+    """Plots the mean errors over the updates of a task."""
+    updates = range(MAX_UPDATES + 1)
+    heights = [-13, 13]  # of the names, below and above their curves
+    for i, name in enumerate(errors):
+        color = COLORS[i]
+        shift = (0, heights[i])
+        means = average_errors(errors[name]).tolist()
+        picture.plot_line(axes, updates, means, color, marker="o")
+        picture.annotate_end(axes, name, updates, means, color, shift)
+    axes.set_ylim(0)
+    axes.set_xticks(updates[::2])
+    axes.set_xlabel("update")
+
+
+def print_errors(errors: Mapping[str, Tensor]) -> None:
+    """Prints the mean errors before the first update of a task, and after some."""
+    for name, values in errors.items():
+        means = average_errors(values)
+        print(
+            f"error on {len(values)} unseen sinusoids, {name}: {means[0]:.2f}, "
+            f"after {UPDATES} updates {means[UPDATES]:.2f}, "
+            f"after {MAX_UPDATES} {means[MAX_UPDATES]:.2f}"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Tensor]:
-    """Learns both initialisations; prints, draws and returns their errors on unseen tasks."""
-    options = picture.parser(__doc__, "maml", 2000).parse_args(arguments)
+    """Learns both initialisations; prints, plots and returns their errors on unseen tasks."""
+    parser = picture.make_parser(__doc__, "maml", 2000)
+    options = parser.parse_args(arguments)
+    plain = learn_initialization(0, options.steps)
+    learned = learn_initialization(UPDATES, options.steps)
     generator = torch.Generator().manual_seed(1)
-    plain, learned = learn(0, options.steps), learn(UPDATES, options.steps)
-    rate = best_rate(plain, sinusoids(200, generator))
-    curves: dict[str, tuple[Params, float | Tensor]] = {
-        f"trained in the ordinary way, its best rate {rate:.2g}": (plain, rate),
-        f"learned through {UPDATES} updates": (learned, RATE),
+    tasks = sample_tasks(200, generator)
+    rate = find_best_rate(plain, tasks)
+    starts = {
+        f"trained in the ordinary way, its best rate {rate:.2g}": Start(plain, rate),
+        f"learned through {UPDATES} updates": Start(learned, RATE),
     }
-    unseen = sinusoids(500, generator)
-    found = [errors(params, unseen, MOST, rate) for params, rate in curves.values()]
-    for name, each in zip(curves, found, strict=True):
-        means = each.mean((0, 2))
-        print(
-            f"error on {len(each)} unseen sinusoids, {name}: {means[0]:.2f}, "
-            f"after {UPDATES} updates {means[UPDATES]:.2f}, after {MOST} {means[MOST]:.2f}"
-        )
-    largest = int(unseen["amplitude"].argmax())
-    draw(options.picture, curves, {k: v[largest] for k, v in unseen.items()}, found)
-    return found
+    unseen = sample_tasks(500, generator)
+    errors = {}
+    for name, start in starts.items():
+        errors[name] = compute_errors(start, unseen, MAX_UPDATES)
+    print_errors(errors)
+
+    figure, (left_axes, right_axes) = picture.make_panels(
+        f"A sinusoid never seen before, after {UPDATES} updates",
+        f"{len(unseen['phase'])} such sinusoids: mean squared error",
+    )
+    task = select_largest(unseen)
+    plot_fits(left_axes, list(starts.values()), task)
+    plot_errors(right_axes, errors)
+    picture.save(figure, options.picture)
+    return list(errors.values())
 
 
 if __name__ == "__main__":

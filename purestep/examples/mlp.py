@@ -1,4 +1,4 @@
-"""A network of dense layers as two plain functions: ``init`` and ``apply``."""
+"""Defines a network of dense layers as two plain functions: ``init`` and ``apply``."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,20 +16,21 @@ def init(
     gain: float = 1.0,
     dtype: Any = torch.float64,
 ) -> Params:
-    """Weights by which outputs are ``gain`` times as large as inputs; biases of zero."""
-    return [
-        {
-            "weight": gain
-            * torch.randn(n, m, generator=generator, dtype=dtype)
-            / n**0.5,
-            "bias": torch.zeros(m, dtype=dtype),
-        }
-        for n, m in pairwise(widths)
-    ]
+    """Draws weights by which outputs are ``gain`` times as large as inputs; biases are zero."""
+    params = []
+    for fan_in, fan_out in pairwise(widths):
+        noise = torch.randn(fan_in, fan_out, generator=generator, dtype=dtype)
+        params.append(
+            {
+                "weight": gain * noise / fan_in**0.5,
+                "bias": torch.zeros(fan_out, dtype=dtype),
+            }
+        )
+    return params
 
 
 def apply(params: Params, x: Tensor) -> Tensor:
-    """Rows of the last width, from rows of the first; tanh between the layers."""
+    """Maps rows of the first width to rows of the last, with tanh between the layers."""
     *hidden, last = params
     for layer in hidden:
         x = torch.tanh(x @ layer["weight"] + layer["bias"])

@@ -20,7 +20,7 @@ from torch import Tensor
 import purestep as ps
 from purestep import tree
 from purestep.examples import picture
-from purestep.examples.differential_privacy import Batch, init, loss_fn, people
+from purestep.examples.differential_privacy import Batch, init, loss_fn, sample_people
 from purestep.examples.mlp import Params
 from purestep.types import LossFn, WeightFn
 
@@ -31,7 +31,7 @@ WINDOWS = 12
 
 
 class NoiseScale(NamedTuple):
-    """tr Σ and ‖G‖², both unbiased. One step's ‖G‖² may be negative: average, then divide.
+    """Holds tr Σ and ‖G‖², both unbiased. One step's ‖G‖² may be negative: average, then divide.
 
     >>> NoiseScale(torch.tensor(6.0), torch.tensor(2.0)).scale
     tensor(3.)
@@ -42,7 +42,7 @@ class NoiseScale(NamedTuple):
 
     @property
     def scale(self) -> Tensor:
-        """tr Σ / ‖G‖², in tokens."""
+        """Computes tr Σ / ‖G‖², in tokens."""
         return self.trace / self.squared_norm
 
 
@@ -56,7 +56,7 @@ def measured_update_step(
     weight_fn: WeightFn = ps.label_weights,
     axis: ps.Axis = ps.LocalAxis(),
 ) -> tuple[Any, Any, NoiseScale]:
-    """One update and the noise scale of its gradients: new params, optimizer state, both parts.
+    """Makes one update and measures its noise: new params, optimizer state, noise scale.
 
     A token's gradient has the mean G and the covariance Σ. Of K microbatches with nₖ tokens and
     mean gradients gₖ, and of their mean g over all N tokens:
@@ -68,101 +68,163 @@ def measured_update_step(
 
     >>> group = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])]
     >>> sgd, w = ps.optim.sgd(0.5), torch.tensor(0.0)
-    >>> how = {"loss_fn": lambda w, x: w * x, "weight_fn": torch.ones_like, "optimizer": sgd}
-    >>> *_, found = measured_update_step(w, sgd.init(w), group, **how)
-    >>> found.trace  # 2 · 3² + 1 · 6² - 3 · 4²
+    >>> settings = {"optimizer": sgd, "weight_fn": torch.ones_like}
+    >>> w, opt_state, noise = measured_update_step(
+    ...     w, sgd.init(w), group, loss_fn=lambda w, x: w * x, **settings
+    ... )
+    >>> noise.trace  # 2 · 3² + 1 · 6² - 3 · 4²
     tensor(6., dtype=torch.float64)
     """
-    total = ps.psum(ps.count_tokens(microbatches, weight_fn), axis)
+    counts = ps.count_tokens(microbatches, weight_fn)
+    total = ps.psum(counts, axis)
     num_tokens, num_microbatches = total
-    grads = ps.accumulate(
-        loss_fn, params, [], weight_fn=weight_fn, total=total
-    ).grads  # zeros
+
+    def accumulate(group: Sequence[Any]) -> ps.GradSums:
+        return ps.accumulate(loss_fn, params, group, weight_fn=weight_fn, total=total)
+
+    # The gradient over no microbatches is zero.
+    grads = accumulate([]).grads
     squares = torch.zeros_like(num_tokens, dtype=torch.float64)
     for microbatch in microbatches:
-        here = ps.accumulate(
-            loss_fn, params, [microbatch], weight_fn=weight_fn, total=total
-        )
-        grads = tree.map(torch.add, grads, here.grads)
-        # here.grads is nₖ gₖ / N; a microbatch without tokens adds zero.
-        norm = num_tokens * tree.global_norm(here.grads).double()
-        squares = squares + norm**2 / here.counts.num_tokens.clamp(min=1)
+        sums = accumulate([microbatch])
+        grads = tree.map(torch.add, grads, sums.grads)
+        # sums.grads is nₖ gₖ / N; a microbatch without tokens adds zero.
+        norm = num_tokens * tree.global_norm(sums.grads).double()
+        divisor = sums.counts.num_tokens.clamp(min=1)
+        squares = squares + norm**2 / divisor
 
     grads, squares = ps.psum((grads, squares), axis)
     square = tree.global_norm(grads).double() ** 2
     trace = (squares - num_tokens * square) / (num_microbatches - 1)
+    squared_norm = square - trace / num_tokens
     params, opt_state = optimizer.update(grads, opt_state, params)
-    return params, opt_state, NoiseScale(trace, square - trace / num_tokens)
+    return params, opt_state, NoiseScale(trace, squared_norm)
 
 
-def direct(params: Params, data: Batch) -> NoiseScale:
-    """The noise scale of all of the data, from the gradient of every example: exact."""
+def compute_noise_scale(params: Params, data: Batch) -> NoiseScale:
+    """Computes the noise scale of all of the data from the gradient of every example: exactly."""
 
-    def gradient(x: Tensor, label: Tensor) -> Params:
-        def loss(params: Params) -> Tensor:
-            return loss_fn(params, {"x": x[None], "labels": label[None]}).sum()
+    def compute_example_loss(params: Params, example: Batch) -> Tensor:
+        batch = tree.map(lambda leaf: leaf[None], example)
+        return loss_fn(params, batch).sum()
 
-        grads: Params = torch.func.grad(loss)(params)
-        return grads
+    grad_fn = torch.func.grad(compute_example_loss)
+    grad_of_each = torch.vmap(grad_fn, in_dims=(None, 0))
+    grads = grad_of_each(params, data)
+    trace = torch.zeros((), dtype=torch.float64)
+    squared_norm = torch.zeros((), dtype=torch.float64)
+    for leaf in tree.leaves(grads):
+        grad = leaf.double()
+        trace += grad.var(0, correction=0).sum()
+        squared_norm += grad.mean(0).square().sum()
+    return NoiseScale(trace, squared_norm)
 
-    grads = tree.leaves(torch.vmap(gradient)(data["x"], data["labels"]))
-    trace = sum(grad.double().var(0, correction=0).sum() for grad in grads)
-    squared_norm = sum(grad.double().mean(0).square().sum() for grad in grads)
-    return NoiseScale(torch.as_tensor(trace), torch.as_tensor(squared_norm))
+
+def average(estimates: Sequence[NoiseScale]) -> NoiseScale:
+    """Averages the parts of the estimates: their ratios would be biased."""
+    traces = [estimate.trace for estimate in estimates]
+    squared_norms = [estimate.squared_norm for estimate in estimates]
+    return NoiseScale(
+        torch.stack(traces).mean(),
+        torch.stack(squared_norms).mean(),
+    )
 
 
-def measure(steps: int) -> list[tuple[float, float, float]]:
-    """Of each window of steps: its middle, the mean estimate's scale, and the direct one there."""
+def sample_group(data: Batch, generator: torch.Generator) -> list[Batch]:
+    """Draws the microbatches of a step, with replacement."""
+    num_rows = sum(SIZES)
+    rows = torch.randint(EXAMPLES, (num_rows,), generator=generator)
+    group = []
+    for chosen in rows.split(SIZES):
+        microbatch = {name: leaf[chosen] for name, leaf in data.items()}
+        group.append(microbatch)
+    return group
+
+
+class Window(NamedTuple):
+    """Holds the middle of a window of steps, and there the estimated and the exact scale."""
+
+    step: float
+    estimate: float
+    expected: float
+
+
+def measure(num_steps: int) -> list[Window]:
+    """Trains; averages the estimates over each window of steps."""
     generator = torch.Generator().manual_seed(0)
-    params, data, found = init(generator), people(EXAMPLES, seed=0), []
-    opt_state, window = OPTIMIZER.init(params), max(2, steps // WINDOWS)
-    for number in range(max(1, steps // window)):
+    params = init(generator)
+    opt_state = OPTIMIZER.init(params)
+    data = sample_people(EXAMPLES, seed=0)
+    window_size = max(2, num_steps // WINDOWS)
+    num_windows = max(1, num_steps // window_size)
+    windows = []
+    for i in range(num_windows):
         estimates = []
-        for step in range(window):
-            if step == window // 2:
-                expected = direct(params, data)
-            rows = torch.randint(EXAMPLES, (sum(SIZES),), generator=generator).split(
-                SIZES
-            )
-            group = [{name: leaf[each] for name, leaf in data.items()} for each in rows]
+        for step in range(window_size):
+            if step == window_size // 2:
+                expected = compute_noise_scale(params, data)
+            group = sample_group(data, generator)
             params, opt_state, estimate = measured_update_step(
-                params, opt_state, group, loss_fn=loss_fn, optimizer=OPTIMIZER
+                params,
+                opt_state,
+                group,
+                loss_fn=loss_fn,
+                optimizer=OPTIMIZER,
             )
             estimates.append(estimate)
-        mean = NoiseScale(
-            *(torch.stack(each).mean() for each in zip(*estimates, strict=True))
+        mean = average(estimates)
+        window = Window(
+            step=(i + 0.5) * window_size,
+            estimate=float(mean.scale),
+            expected=float(expected.scale),
         )
-        found.append(
-            ((number + 0.5) * window, float(mean.scale), float(expected.scale))
-        )
-    return found
+        windows.append(window)
+    return windows
 
 
-def draw(path: Path, found: list[tuple[float, float, float]]) -> None:
-    """Both noise scales over the steps."""
-    figure, (axes,) = picture.panels("The noise scale grows while the model learns")
-    steps, estimates, expected = zip(*found, strict=True)
-    axes.semilogy(steps, expected, color=picture.GREY, linewidth=1.8)
-    axes.semilogy(steps, estimates, "o", color=picture.BLUE)
+def plot(path: Path, windows: list[Window]) -> None:
+    """Plots both noise scales over the steps."""
+    figure, (axes,) = picture.make_panels(
+        "The noise scale grows while the model learns"
+    )
+    steps = [window.step for window in windows]
+    expected = [window.expected for window in windows]
+    estimates = [window.estimate for window in windows]
+    picture.plot_line(axes, steps, expected, picture.GREY)
+    axes.plot(steps, estimates, "o", color=picture.BLUE)
     corner = (steps[-1], min(expected))
-    words = "gradients of all examples"
-    picture.say(axes, words, corner, picture.GREY, xytext=(-6, 22), ha="right")
-    words = f"● gradients of {len(SIZES)} microbatches"
-    picture.say(axes, words, corner, picture.BLUE, xytext=(-6, 4), ha="right")
+    picture.annotate(
+        axes,
+        "gradients of all examples",
+        corner,
+        picture.GREY,
+        shift=(-6, 22),
+        ha="right",
+    )
+    picture.annotate(
+        axes,
+        f"● gradients of {len(SIZES)} microbatches",
+        corner,
+        picture.BLUE,
+        shift=(-6, 4),
+        ha="right",
+    )
+    axes.set_yscale("log")
     axes.set_xlabel("updates")
     axes.set_ylabel("noise scale, in examples")
     picture.save(figure, path)
 
 
-def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, float]]:
-    """Trains and measures; prints, draws and returns the noise scales."""
-    options = picture.parser(__doc__, "noise_scale", 240).parse_args(arguments)
-    found = measure(options.steps)
+def main(arguments: Sequence[str] | None = None) -> list[Window]:
+    """Trains and measures; prints, plots and returns the noise scales."""
+    parser = picture.make_parser(__doc__, "noise_scale", 240)
+    options = parser.parse_args(arguments)
+    windows = measure(options.steps)
     print("update | noise scale of microbatches | of all examples")
-    for step, estimate, expected in found:
+    for step, estimate, expected in windows:
         print(f"{step:6.0f} | {estimate:27.0f} | {expected:15.0f}")
-    draw(options.picture, found)
-    return found
+    plot(options.picture, windows)
+    return windows
 
 
 if __name__ == "__main__":

@@ -1,72 +1,106 @@
-"""What the examples share: a command line, and a picture."""
+"""Provides the command line and the drawing that all examples share."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "0.45"
+BLUE = "#0072b2"
+ORANGE = "#d55e00"
+GREEN = "#009e73"
+GREY = "0.45"
 
 
-def parser(words: str | None, name: str, steps: int) -> argparse.ArgumentParser:
-    """A command line with ``--steps`` and ``--picture``."""
-    made = argparse.ArgumentParser(
-        description=words, formatter_class=argparse.RawTextHelpFormatter
+def make_parser(
+    description: str | None, name: str, steps: int
+) -> argparse.ArgumentParser:
+    """Makes a command line with ``--steps`` and ``--picture``."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    made.add_argument("--steps", type=positive, default=steps)
-    made.add_argument("--picture", type=_writable, default=f"{name}.png")
-    return made
+    parser.add_argument("--steps", type=positive_int, default=steps)
+    parser.add_argument("--picture", type=writable_path, default=f"{name}.png")
+    return parser
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 on."""
+# argparse shows the names of the next two in its errors: "invalid positive_int value".
+
+
+def positive_int(text: str) -> int:
+    """Parses a whole number from 1 on."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
 
 
-def _writable(text: str) -> Path:
-    """A path in a folder that exists: a long run should not fail at its end."""
+def writable_path(text: str) -> Path:
+    """Parses a path in a folder that exists: a long run should not fail at its end."""
+    path = Path(text)
     try:
-        os.scandir(Path(text).parent).close()
+        os.scandir(path.parent).close()
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
-    return Path(text)
+    return path
 
 
-def panels(*titles: str, **how: Any) -> tuple[Figure, list[Any]]:
-    """A figure with one panel under each title."""
-    from matplotlib.figure import (
-        Figure,
-    )  # It takes a while to load, and ranks draw nothing.
+def make_panels(*titles: str, **options: Any) -> tuple[Figure, list[Any]]:
+    """Makes a figure with one panel under each title."""
+    # matplotlib takes a while to load, and most ranks draw nothing.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
-    axes = figure.subplots(1, len(titles), squeeze=False, **how)[0].tolist()
-    for each, title in zip(axes, titles, strict=True):
-        each.set_title(title, loc="left", fontsize=12)
-        each.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    (panels,) = figure.subplots(1, len(titles), squeeze=False, **options)
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title, loc="left", fontsize=12)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, list(panels)
 
 
-def say(axes: Any, words: str, at: tuple[float, float], color: str, **how: Any) -> None:
-    """Words beside a point of the panel."""
-    where: dict[str, Any] = {
-        "xytext": (6, 0),
-        "ha": "left",
+def plot_line(axes: Any, x: Any, y: Any, color: str, **options: Any) -> None:
+    """Plots a curve."""
+    axes.plot(x, y, color=color, linewidth=1.8, markersize=4, **options)
+
+
+def annotate(
+    axes: Any,
+    text: str,
+    point: tuple[float, float],
+    color: str,
+    shift: tuple[float, float] = (6, 0),
+    **options: Any,
+) -> None:
+    """Writes text beside a point of a panel, shifted by so many points of type."""
+    settings = {
+        "xytext": shift,
+        "textcoords": "offset points",
         "va": "center",
         "fontsize": 11,
-        **how,
     }
-    axes.annotate(words, at, textcoords="offset points", color=color, **where)
+    axes.annotate(text, point, color=color, **(settings | options))
+
+
+def annotate_end(
+    axes: Any,
+    text: str,
+    x: Sequence[float],
+    y: Sequence[float],
+    color: str,
+    shift: tuple[float, float],
+) -> None:
+    """Writes text above or below the right end of a curve."""
+    end = (x[-1], y[-1])
+    annotate(axes, text, end, color, shift, ha="right")
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes the picture."""
+    """Writes the figure to a file, and prints the file's name."""
     figure.savefig(path, format="png")
     print(f"picture: {path}")

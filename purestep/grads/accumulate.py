@@ -117,7 +117,10 @@ def accumulate_group(
     for a loss that writes to params, or that recomputes with other parameters.
     """
     leaves, spec = tree.flatten(params)
-    accumulator = _empty_accumulator(leaves, accum_dtype)
+    dtypes = []
+    for leaf in leaves:
+        dtypes.append(accum_dtype or accumulation_dtype(leaf.dtype))
+    accumulator = GradAccumulator([None] * len(leaves), dtypes)
     divisors = None if total is None else denominators(total)
     is_recorded = not tree.is_plain_eager() or tree.leaves_require_grad(
         [*leaves, *(total or ())]
@@ -132,16 +135,18 @@ def accumulate_group(
     depends_on_params = False
     last = len(group.microbatches) - 1
     all_weights: Sequence[Tensor | None] = group.weights or [None] * (last + 1)
-    pairs = zip(group.microbatches, all_weights, strict=True)
-    for index, (microbatch, weights) in enumerate(pairs):
+    for index, (microbatch, weights) in enumerate(
+        zip(group.microbatches, all_weights, strict=True)
+    ):
         if weights is None and weight_fn is not None:
             weights = compute_weights(weight_fn, microbatch)
         data, is_recorded = detach_data(microbatch, is_recorded)
         inputs = MicrobatchInputs(leaves, spec, data, weights, divisors, needs_checks)
         grad_fn = backends.recorded if is_recorded else backends.plain
-        hook = on_grad_ready if index == last else None
         with profiler_range("purestep.microbatch"):
-            result = grad_fn(inputs, accumulator, hook)
+            result = grad_fn(
+                inputs, accumulator, on_grad_ready if index == last else None
+            )
         losses.append(result.loss)
         used_weights.append(result.weights)
         if not tree.is_empty(result.aux):
@@ -155,22 +160,9 @@ def accumulate_group(
         raise validation.no_dependence_error()
     if versions:
         validation.check_not_mutated(params, leaves, versions)
-    grads = zeros_for_missing(accumulator, leaves)
-    if is_recorded and tree.is_plain_eager(grads):
-        # Nothing is recorded after all: they may be written to, whatever a Function returned.
-        grads = [grad.clone() for grad in grads]
+    grads = zeros_for_missing(accumulator, leaves, clone=is_recorded)
     loss = sum_losses(losses, leaves[0] if leaves else torch.zeros(()))
     return GradSums(tree.unflatten(spec, grads), loss, counts, aux)
-
-
-def _empty_accumulator(
-    leaves: Sequence[Tensor], accum_dtype: torch.dtype | None
-) -> GradAccumulator:
-    """Returns an accumulator without sums, in the dtype of each."""
-    dtypes = []
-    for leaf in leaves:
-        dtypes.append(accum_dtype or accumulation_dtype(leaf.dtype))
-    return GradAccumulator([None] * len(leaves), dtypes)
 
 
 def detach_data(microbatch: Microbatch, is_recorded: bool) -> tuple[Microbatch, bool]:
@@ -186,7 +178,7 @@ def detach_data(microbatch: Microbatch, is_recorded: bool) -> tuple[Microbatch, 
             is_recorded = is_recorded or has_graph(leaf)
     if is_recorded:
         return microbatch, True
-    return tree.unflatten(spec, [*map(detach, leaves)]), False
+    return tree.unflatten(spec, [*map(detach, leaves)]), False  # by map: at each step
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from purestep import validation
 from purestep.compiling import Compiler
 from purestep.grads.compiled import compiled_backward
 from purestep.grads.functional import from_user_grad_and_value, functional_backward
@@ -32,6 +33,7 @@ def make_backends(
     loss_fn: LossFn, grad_and_value: GradAndValue, compile_: bool | Compiler = False
 ) -> GradBackends:
     """Makes the backends of a loss, once for all updates, so that a compiler compiles it once."""
+    validation.check_callable("grad_and_value", grad_and_value)
     if grad_and_value is not default_grad_and_value:
         grads_of = from_user_grad_and_value(grad_and_value)
         users = functional_backward(loss_fn, grads_of, compile_, copy=True)

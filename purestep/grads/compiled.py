@@ -46,7 +46,7 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
             new_totals.append(total.add_(grad) if total.ndim else total + grad)
         return new_totals, result
 
-    run_graph = graph.one_graph(functools.wraps(loss_fn)(sum_grads), compile_)
+    run_graph = graph.compile_one_graph(functools.wraps(loss_fn)(sum_grads), compile_)
 
     def grad_fn(
         inputs: MicrobatchInputs,

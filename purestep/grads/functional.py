@@ -47,7 +47,7 @@ def functional_backward(
 
     ``copy`` clones what ``grads_of`` may keep: a compiler writes to its results in the next call.
     """
-    run = graph.compile_or_call(
+    run = graph.compile_or_fall_back(
         functools.partial(microbatch_grads, loss_fn, grads_of), compile_
     )
 
@@ -89,7 +89,7 @@ def microbatch_grads(
         nonlocal depends_on_params, aux_spec
         params = tree.unflatten(spec, tree.views_for_dynamo(leaves))
         is_traced = torch.compiler.is_dynamo_compiling()
-        with graph.flat_linear() if is_traced else nullcontext():
+        with graph.FlattenLinearInputs() if is_traced else nullcontext():
             weighted = forward_microbatch(
                 loss_fn, params, microbatch, weights, denominators
             )

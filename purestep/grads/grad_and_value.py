@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,64 +48,74 @@ def grad_and_value(
     positions = argnums if isinstance(argnums, tuple) else (argnums,)
 
     @functools.wraps(func)
-    def grads_and_value_of(*args: Any, **kwargs: Any) -> Any:
-        if not all(-len(args) <= position < len(args) for position in positions):
-            raise ValueError(
-                f"{argnums=} needs more than the {len(args)} arguments given"
-            )
-        leaves, structure = tree.flatten(
-            tuple(args[position] for position in positions)
-        )
-        aux_structure: tree.TreeSpec = None
+    def compute_grads_and_value(*args: Any, **kwargs: Any) -> Any:
+        for position in positions:
+            if not -len(args) <= position < len(args):
+                raise ValueError(
+                    f"{argnums=} needs more than the {len(args)} arguments given"
+                )
+        differentiated = tuple(args[position] for position in positions)
+        leaves, spec = tree.flatten(differentiated)
+        aux_spec: tree.TreeSpec = None
 
-        def over_leaves(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
-            nonlocal aux_structure
-            filled = list(args)
-            given = tree.unflatten(structure, tree.views_for_dynamo(leaves))
-            for position, argument in zip(positions, given, strict=True):
-                filled[position] = argument
-            value, aux = _value_and_aux(func(*filled, **kwargs), has_aux)
-            aux_leaves, aux_structure = tree.flatten(aux)
+        def value_and_aux(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+            nonlocal aux_spec
+            new_args = list(args)
+            replaced = tree.unflatten(spec, tree.views_for_dynamo(leaves))
+            for position, argument in zip(positions, replaced, strict=True):
+                new_args[position] = argument
+            value, aux = _split_output(func(*new_args, **kwargs), has_aux)
+            aux_leaves, aux_spec = tree.flatten(aux)
             return value, aux_leaves
 
-        plain = tree.is_plain_eager(args, kwargs) and not is_inference(leaves)
-        if plain:
-            sums = GradAccumulator(
-                [None] * len(leaves), [leaf.dtype for leaf in leaves]
-            )
-            own = [leaf.detach().requires_grad_() for leaf in leaves]
-            with torch.enable_grad():
-                value, aux_leaves = over_leaves(*own)
-            # What else it depends on may be differentiated later, as in a loss.
-            others = {*map(id, validation.reachable_leaves([value]))} - {*map(id, own)}
-            plain = not (others and torch.is_grad_enabled())
-        if plain:
-            with validation.forbid_module_recompute(own):
-                run_backward_into([value], [torch.ones_like(value)], own, sums)
-            pulled = zeros_for_missing(sums, leaves)
-            value, aux_leaves = tree.detach((value, aux_leaves))
-        else:
-            pulled, value, aux_leaves = vjp_grads(over_leaves, leaves)
-        grads = tree.unflatten(structure, pulled)
-        grads = grads if isinstance(argnums, tuple) else grads[0]
+        results = None
+        if tree.is_plain_eager(args, kwargs) and not is_inference(leaves):
+            results = _free_as_it_runs(value_and_aux, leaves)
+        if results is None:
+            results = vjp_grads(value_and_aux, leaves)
+        grad_leaves, value, aux_leaves = results
+        grads = tree.unflatten(spec, grad_leaves)
+        if not isinstance(argnums, tuple):
+            (grads,) = grads
         if has_aux:
-            return grads, (value, tree.unflatten(aux_structure, aux_leaves))
+            return grads, (value, tree.unflatten(aux_spec, aux_leaves))
         return grads, value
 
-    return grads_and_value_of
+    return compute_grads_and_value
 
 
-def _value_and_aux(output: Any, has_aux: bool) -> tuple[Tensor, Tree]:
-    paired = has_aux and isinstance(output, tuple) and len(output) == 2
-    value, aux = output if paired else (output, None)
-    if not isinstance(value, Tensor) or value.ndim != 0 or paired != has_aux:
-        found = (
-            f"shape {tuple(value.shape)}"
-            if isinstance(value, Tensor)
-            else type(value).__name__
-        )
+def _free_as_it_runs(
+    function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor, list[Tensor]] | None:
+    """Differentiates by autograd's own pass, which frees activations as it runs.
+
+    Returns None where the value depends on other tensors that require grad: it may be
+    differentiated by them later, as in a loss that differentiates by its data.
+    """
+    accumulator = GradAccumulator([None] * len(leaves), [leaf.dtype for leaf in leaves])
+    variables = [leaf.detach().requires_grad_() for leaf in leaves]
+    with torch.enable_grad():
+        value, aux = function(*variables)
+    variable_ids = {id(variable) for variable in variables}
+    reachable = validation.reachable_leaves([value])
+    if torch.is_grad_enabled() and any(id(x) not in variable_ids for x in reachable):
+        return None
+    with validation.forbid_module_recompute(variables):
+        run_backward_into([value], [torch.ones_like(value)], variables, accumulator)
+    grads = zeros_for_missing(accumulator, leaves)
+    return grads, value.detach(), tree.detach_leaves(aux)
+
+
+def _split_output(output: Any, has_aux: bool) -> tuple[Tensor, Tree]:
+    """Splits what the function returned into a scalar and aux, None without ``has_aux``."""
+    is_pair = has_aux and isinstance(output, tuple) and len(output) == 2
+    value, aux = output if is_pair else (output, None)
+    if not isinstance(value, Tensor) or value.ndim != 0 or is_pair != has_aux:
+        returned = type(value).__name__
+        if isinstance(value, Tensor):
+            returned = f"shape {tuple(value.shape)}"
         raise ValueError(
             f"the function must return a scalar tensor, or (scalar, aux) with has_aux=True; with "
-            f"{has_aux=} it returned {found}"
+            f"{has_aux=} it returned {returned}"
         )
     return value, aux

@@ -6,8 +6,8 @@ leaf.grad = total;  backward(losses, weights / N, leaves);  total = leaf.grad
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any, cast
 
 import torch
@@ -88,7 +88,17 @@ def run_backward_into(
     if not terms:
         return False
     totals_before = [*accumulator.values]
-    all_begun = _attach_totals(leaves, accumulator)
+    all_begun = True
+    for leaf, total, dtype in zip(
+        leaves, totals_before, accumulator.dtypes, strict=True
+    ):
+        if not leaf.requires_grad or leaf.dtype != dtype:
+            leaf.requires_grad = True  # The loss may have frozen it,
+            leaf.grad = None  # or run a backward pass.
+            leaf.grad_dtype = dtype
+        leaf.grad = total  # Autograd adds to it.
+        if total is None:
+            all_begun = False
     if on_grad_ready is not None:
         for index, leaf in enumerate(leaves):
             hook = functools.partial(
@@ -111,32 +121,30 @@ def run_backward_into(
             allow_unreachable=True,
             accumulate_grad=True,
         )
+    others = [] if all_begun and on_grad_ready is None else [*cotangents, *leaves]
+    return _take_totals(leaves, accumulator, others, data, totals_before)
+
+
+def _take_totals(
+    leaves: Sequence[Tensor],
+    accumulator: GradAccumulator,
+    others: Sequence[Tensor],
+    data: Tree,
+    totals_before: Sequence[Tensor | None],
+) -> bool:
+    """Takes each leaf's sum, in memory that nothing else has; returns whether there is any.
+
+    Without ``others``, autograd has added to sums of ours, which share no memory.
+    """
     has_grad = False
     for index, leaf in enumerate(leaves):
         accumulator.values[index] = leaf.grad
         has_grad = has_grad or leaf.grad is not None
         leaf.grad = None  # A loss that keeps its leaves does not keep the sums.
-    if on_grad_ready is not None or not all_begun:
-        # Otherwise autograd has added to sums of ours, which share no memory.
-        others = [*cotangents, *leaves, *tree.flatten(data)[0]]
+    if others:
+        others = [*others, *tree.flatten(data)[0]]
         clone_aliased(accumulator.values, others, totals_before)
     return has_grad
-
-
-def _attach_totals(leaves: Sequence[Tensor], accumulator: GradAccumulator) -> bool:
-    """Makes ``.grad`` of each leaf its sum so far; returns whether there is one for every leaf."""
-    all_begun = True
-    for index, leaf in enumerate(leaves):
-        total = accumulator.values[index]
-        dtype = accumulator.dtypes[index]
-        if not leaf.requires_grad or leaf.dtype != dtype:
-            leaf.requires_grad = True  # The loss may have frozen it,
-            leaf.grad = None  # or run a backward pass.
-            leaf.grad_dtype = dtype
-        leaf.grad = total
-        if total is None:
-            all_begun = False
-    return all_begun
 
 
 def _call_grad_hook(
@@ -156,7 +164,7 @@ def _call_grad_hook(
 
 def clone_aliased(
     grads: list[Any],
-    others: Iterable[Any] = (),
+    others: Sequence[Any] = (),
     totals_before: Sequence[Tensor | None] = (),
 ) -> None:
     """Clones each new gradient that shares memory, so that it can be added to.
@@ -165,11 +173,20 @@ def clone_aliased(
     And a ``torch.autograd.Function`` may return a param or data that it has saved: ``others``.
     Where there was a sum before, the gradient is added to it, so it is not new.
     """
-    used = {None, *_storage_addresses(others)}
-    addresses = _storage_addresses(grads)
-    for index, (grad, address) in enumerate(zip(grads, addresses, strict=True)):
+    addresses: list[int | None] = []
+    for tensor in [*others, *grads]:
+        address = None  # also of a subclass, which may hold its values elsewhere
+        if type(tensor) is Tensor:
+            # A device that computes later has none.
+            with suppress(RuntimeError, NotImplementedError):
+                address = tensor.untyped_storage().data_ptr()
+        addresses.append(address)
+    num_others = len(addresses) - len(grads)
+    used = {None, *addresses[:num_others]}
+    for index, grad in enumerate(grads):
         if grad is None or (totals_before and totals_before[index] is not None):
             continue
+        address = addresses[num_others + index]
         if grad.is_sparse:
             grads[index] = grad.to_dense()
         elif address in used or 0 in grad.stride():
@@ -177,32 +194,20 @@ def clone_aliased(
         used.add(address)
 
 
-def _storage_addresses(tensors: Iterable[Any]) -> list[int | None]:
-    """Returns where each tensor's storage begins.
-
-    None for a subclass, which may hold its values elsewhere, and on a device that computes later.
-    """
-    addresses: list[int | None] = []
-    for tensor in tensors:
-        address = None
-        if type(tensor) is Tensor:
-            try:
-                address = tensor.untyped_storage().data_ptr()
-            except (RuntimeError, NotImplementedError):
-                address = None
-        addresses.append(address)
-    return addresses
-
-
 def zeros_for_missing(
-    accumulator: GradAccumulator, leaves: Sequence[Tensor]
+    accumulator: GradAccumulator, leaves: Sequence[Tensor], *, clone: bool = False
 ) -> list[Tensor]:
-    """Returns the sums, with zeros for leaves that no gradient has reached."""
+    """Returns the sums, with zeros for leaves that no gradient has reached.
+
+    ``clone``: a step that was to be recorded may not be, after all. Then an optimizer writes to the
+    sums, which a ``torch.autograd.Function`` may share.
+    """
     values = accumulator.values
-    for index, (total, dtype) in enumerate(
-        zip(values, accumulator.dtypes, strict=True)
-    ):
+    if clone and tree.is_plain_eager(values):
+        values[:] = [None if total is None else total.clone() for total in values]
+    for index, total in enumerate(values):
         if total is None:
+            dtype = accumulator.dtypes[index]
             values[index] = torch.zeros_like(leaves[index], dtype=dtype)
     return cast("list[Tensor]", values)
 

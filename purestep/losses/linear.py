@@ -1,19 +1,19 @@
-"""Losses of hidden states and a matrix, whose product, the logits, is never whole."""
+"""Computes losses of hidden states and a weight, without all of their product, the logits."""
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from purestep.counts import IGNORE_INDEX
-from purestep.losses.logits import as_labels, check_temperature
+from purestep.losses.arguments import check_temperature, labels_to_int64
 from purestep.losses.vocabulary import (
     Head,
-    chunk_size,
+    choose_chunk_size,
     combine_chunks,
-    logits_of,
+    compute_logits,
+    compute_statistics,
     shifted_exp,
     split_head,
-    statistics,
 )
 from purestep.remat import remat
 from purestep.tree import accumulation_dtype, concrete
@@ -29,12 +29,12 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
-    chunk: int | None = None,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Returns ``cross_entropy(hidden @ weight.T, labels)``, from one chunk of logits at a time.
 
     The backward pass computes logits again. For 4,096 tokens of 128k classes this takes less than a
-    fiftieth of the memory, and no more time (`benchmarks/losses.py`).
+    fiftieth of the memory, and no more time (`benchmarks/speed/losses.py`).
 
     * **Gradients** are exact for any weights of the losses. A token without a label gets exactly
       zero gradient, even if its hidden state is NaN. Outside of transforms, so does a token of
@@ -53,51 +53,61 @@ def linear_cross_entropy(
         label_smoothing: how much of the target is spread evenly over all classes.
         z_loss: keeps log Σ exp x near 0.
         soft_cap: c, where logits are c · tanh(x / c), as in Gemma 2.
-        chunk: how many classes' logits are alive at once. None: as many as fill 16 MiB on a host,
+        chunk_size: how many classes' logits are alive at once. None: as many as fill 16 MiB on a
+        host,
             or 256. It changes sums by rounding.
 
     >>> hidden, weight = torch.zeros(1, 2, 8), torch.ones(4, 8)
     >>> linear_cross_entropy(hidden, weight, torch.tensor([[3, -100]]))
     tensor([[1.3863, 0.0000]])
     """
-    _check(hidden, weight, labels.shape, "labels")
-    classes = len(weight)
-    if bias is not None and bias.shape != (classes,):
+    _check_product(hidden, weight, labels.shape, "labels")
+    num_classes = len(weight)
+    if bias is not None and bias.shape != (num_classes,):
         raise ValueError(
             f"bias of shape {tuple(bias.shape)} against weight of shape {tuple(weight.shape)}: "
-            f"bias needs one value for each class, so shape ({classes},)"
+            f"bias needs one value for each class, so shape ({num_classes},)"
         )
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(
             f"soft_cap={soft_cap}: it divides logits, so take one above 0, or None"
         )
-    labels = as_labels(labels)
-    known = concrete(labels)
-    if known is not None:
-        wrong = known[((known < 0) | (known >= classes)) & (known != ignore_index)]
-        if wrong.numel():
-            raise ValueError(
-                f"a label is {int(wrong[0])}: weight has {classes} classes, so labels are from 0 "
-                f"to {classes - 1}, or ignore_index={ignore_index}"
-            )
-    present = labels != ignore_index
-    hidden, weight = _autocast(hidden), _autocast(weight)
-    # Taken away before it meets the weight, so that it is finite in every derivative.
-    hidden = torch.where(present.unsqueeze(-1), hidden, 0)
+    labels = labels_to_int64(labels)
+    concrete_labels = concrete(labels)
+    if concrete_labels is not None:
+        _check_labels(concrete_labels, num_classes, ignore_index)
+    is_token = labels != ignore_index
+    hidden = _autocast(hidden)
+    weight = _autocast(weight)
+    # Replaced before it meets the weight, so that NaN at an ignored label reaches no derivative.
+    hidden = torch.where(is_token.unsqueeze(-1), hidden, 0)
     rows = rearrange(hidden, "... features -> (...) features")
     head = Head(weight, bias, soft_cap)
-    z, picked, total = statistics(rows, labels.reshape(-1), head, chunk)
-    losses = z - picked
+    statistics = compute_statistics(rows, labels.reshape(-1), head, chunk_size)
+    z = statistics.z
+    losses = z - statistics.label_logit
     if label_smoothing:
-        losses = losses + label_smoothing * (picked - total / classes)
+        mean = statistics.total / num_classes
+        losses = losses + label_smoothing * (statistics.label_logit - mean)
     if z_loss:
         losses = losses + z_loss * z.square()
     losses = losses.reshape(labels.shape)
-    if known is None:
-        # Where the host cannot look, a wrong label makes its loss and its gradients NaN.
-        wrong = present & ((labels < 0) | (labels >= classes))
-        losses = losses * torch.where(wrong, torch.nan, 1.0).to(losses.dtype)
-    return torch.where(present, losses, 0)
+    if concrete_labels is None:
+        is_wrong = is_token & ((labels < 0) | (labels >= num_classes))
+        # The product makes both the loss and its gradients NaN.
+        losses = losses * torch.where(is_wrong, torch.nan, 1.0).to(losses.dtype)
+    return torch.where(is_token, losses, 0)
+
+
+def _check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raises if a label is neither a class nor ``ignore_index``."""
+    is_outside = (labels < 0) | (labels >= num_classes)
+    wrong = labels[is_outside & (labels != ignore_index)]
+    if wrong.numel():
+        raise ValueError(
+            f"a label is {int(wrong[0])}: weight has {num_classes} classes, so labels are from 0 "
+            f"to {num_classes - 1}, or ignore_index={ignore_index}"
+        )
 
 
 def linear_kl_divergence(
@@ -107,7 +117,7 @@ def linear_kl_divergence(
     teacher_weight: Tensor,
     *,
     temperature: float = 1.0,
-    chunk: int | None = None,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Returns ``kl_divergence(hidden @ weight.T, teacher_hidden @ teacher_weight.T)``, in chunks.
 
@@ -119,16 +129,16 @@ def linear_kl_divergence(
         teacher_hidden: of shape tokens + (features of the teacher,).
         teacher_weight: (classes, features of the teacher).
         temperature: T, as in ``kl_divergence``.
-        chunk: how many classes' logits are alive at once, as in ``linear_cross_entropy``.
+        chunk_size: how many classes' logits are alive at once, as in ``linear_cross_entropy``.
 
     >>> student, teacher = torch.zeros(3, 8), torch.ones(3, 1)
     >>> linear_kl_divergence(student, torch.ones(2, 8), teacher, torch.tensor([[0.0], [1.0]]))
     tensor([0.1109, 0.1109, 0.1109])
     """
-    _check(
+    _check_product(
         hidden, weight, teacher_hidden.shape[:-1], "teacher_hidden without its features"
     )
-    _check(
+    _check_product(
         teacher_hidden, teacher_weight, hidden.shape[:-1], "hidden without its features"
     )
     if len(weight) != len(teacher_weight):
@@ -137,69 +147,79 @@ def linear_kl_divergence(
             f"{tuple(teacher_weight.shape)}: student and teacher need the same classes"
         )
     check_temperature(temperature)
-    hidden, weight, teacher_hidden, teacher_weight = (
-        _autocast(each) for each in (hidden, weight, teacher_hidden, teacher_weight)
-    )
-    # What flows back from each chunk is added up in these dtypes.
-    flat, teacher_flat = (
-        rearrange(each, "... features -> (...) features").to(
-            accumulation_dtype(each.dtype)
+    rows = _as_summable_rows(_autocast(hidden))
+    teacher_rows = _as_summable_rows(_autocast(teacher_hidden))
+    head = Head(_autocast(weight))
+    teacher_head = Head(_autocast(teacher_weight))
+    size = choose_chunk_size(rows, head, chunk_size)
+    heads = zip(split_head(head, size), split_head(teacher_head, size), strict=True)
+    chunks = []
+    for student, teacher in heads:
+        chunks.append(
+            remat(_compute_chunk_of_divergence)(
+                rows, teacher_rows, student, teacher, temperature
+            )
         )
-        for each in (hidden, teacher_hidden)
+    max_, exp_sum, teacher_max, teacher_exp_sum, gap_sum = (
+        torch.stack(field) for field in zip(*chunks, strict=True)
     )
-    head, teacher = Head(weight), Head(teacher_weight)
-    size = chunk_size(flat, head, chunk)
-    pairs = zip(split_head(head, size), split_head(teacher, size), strict=True)
-    made = [
-        remat(_divergence)(flat, teacher_flat, *pair, temperature) for pair in pairs
-    ]
-    most, exponentials, teacher_most, teacher_exponentials, gaps = (
-        torch.stack(each) for each in zip(*made, strict=True)
-    )
-    z, _ = combine_chunks(most, exponentials)
-    teacher_z, scale = combine_chunks(teacher_most, teacher_exponentials)
-    gap = (gaps * scale).sum(0) / (teacher_exponentials * scale).sum(0)
-    return temperature**2 * (gap + z - teacher_z).reshape(hidden.shape[:-1])
+    z, _ = combine_chunks(max_, exp_sum)
+    teacher_z, scale = combine_chunks(teacher_max, teacher_exp_sum)
+    mean_gap = (gap_sum * scale).sum(0) / (teacher_exp_sum * scale).sum(0)
+    losses = temperature**2 * (mean_gap + z - teacher_z)
+    return losses.reshape(hidden.shape[:-1])
 
 
-def _divergence(
+def _as_summable_rows(hidden: Tensor) -> Tensor:
+    """Returns (tokens, features) in the dtype in which gradients from all chunks add up."""
+    rows = rearrange(hidden, "... features -> (...) features")
+    return rows.to(accumulation_dtype(hidden.dtype))
+
+
+def _compute_chunk_of_divergence(
     hidden: Tensor,
     teacher_hidden: Tensor,
     head: Head,
     teacher_head: Head,
     temperature: float,
 ) -> tuple[Tensor, ...]:
-    """The greatest logits and the exponentials above, of both; Σ exp x′ · (x′ − x)."""
-    x = logits_of(hidden, head) / temperature
-    teacher = logits_of(teacher_hidden, teacher_head) / temperature
-    most, exponentials = shifted_exp(x)
-    teacher_most, weights = shifted_exp(teacher)
-    gaps = weights * (teacher - x)
-    return most, exponentials.sum(-1), teacher_most, weights.sum(-1), gaps.sum(-1)
+    """Returns the greatest logit and Σ exp, of student and teacher, and Σ exp x′ · (x′ − x).
+
+    Exponentials are of logits less the greatest one.
+    """
+    x = compute_logits(hidden, head) / temperature
+    teacher_x = compute_logits(teacher_hidden, teacher_head) / temperature
+    max_, exp = shifted_exp(x)
+    teacher_max, teacher_exp = shifted_exp(teacher_x)
+    gap_sum = (teacher_exp * (teacher_x - x)).sum(-1)
+    return max_, exp.sum(-1), teacher_max, teacher_exp.sum(-1), gap_sum
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """The tensor as autocast hands it to a product, so that the backward pass has the same."""
-    kind = tensor.device.type
-    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    """Casts a tensor as autocast does for a product, so that the backward pass has the same."""
+    device_type = tensor.device.type
+    is_enabled = torch.is_autocast_enabled(device_type)
+    if tensor.dtype == torch.float64 or not is_enabled:
         return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor.to(torch.get_autocast_dtype(device_type))
 
 
-def _check(hidden: Tensor, weight: Tensor, tokens: torch.Size, whose: str) -> None:
+def _check_product(
+    hidden: Tensor, weight: Tensor, tokens: torch.Size, tokens_name: str
+) -> None:
+    """Raises unless ``hidden @ weight.T`` has logits for these tokens."""
     if hidden.ndim == 0 or hidden.shape[:-1] != tokens:
         raise ValueError(
-            f"hidden of shape {tuple(hidden.shape)} against {whose} of shape {tuple(tokens)}: "
-            "hidden needs that shape and then one dimension of features"
+            f"hidden of shape {tuple(hidden.shape)} against {tokens_name} of shape "
+            f"{tuple(tokens)}: hidden needs that shape and then one dimension of features"
         )
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight of shape {tuple(weight.shape)} against hidden of shape {tuple(hidden.shape)}: "
             f"weight needs shape (classes, {hidden.shape[-1]}), as torch.nn.Linear has it"
         )
-    if weight.dtype != hidden.dtype and not torch.is_autocast_enabled(
-        hidden.device.type
-    ):
+    is_autocast = torch.is_autocast_enabled(hidden.device.type)
+    if weight.dtype != hidden.dtype and not is_autocast:
         raise ValueError(
             f"hidden is {hidden.dtype} and weight is {weight.dtype}: their product needs one "
             "dtype, as in hidden.to(weight.dtype), or autocast"

@@ -1,14 +1,15 @@
-"""Losses of logits: one for each token."""
-
-import math
-from typing import Any
+"""Computes losses of logits, one for each token."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from purestep.counts import IGNORE_INDEX
-from purestep.losses.shapes import paired
+from purestep.losses.arguments import (
+    check_temperature,
+    labels_to_int64,
+    promote_same_shape,
+)
 from purestep.tree import accumulation_dtype
 
 
@@ -43,29 +44,26 @@ def cross_entropy(
             "logits need the labels' shape and then one dimension of classes"
         )
     logits = logits.to(accumulation_dtype(logits.dtype))
-    labels = as_labels(labels)
-    rows, targets = logits, labels
-    if (
-        labels.ndim != 1
-    ):  # A reshape is a node of the graph, which a small network feels.
-        rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-    how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    losses = functional.cross_entropy(rows, targets, reduction="none", **how)
-    losses = losses if labels.ndim == 1 else losses.reshape(labels.shape)
+    labels = labels_to_int64(labels)
+    rows = logits
+    targets = labels
+    # A reshape is a node of the graph, which a small network feels.
+    if labels.ndim != 1:
+        rows = logits.reshape(-1, logits.shape[-1])
+        targets = labels.reshape(-1)
+    losses = functional.cross_entropy(
+        rows,
+        targets,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    if labels.ndim != 1:
+        losses = losses.reshape(labels.shape)
     if z_loss == 0:
         return losses
     z = torch.logsumexp(logits, -1)
     return losses + torch.where(labels != ignore_index, z_loss * z.square(), 0)
-
-
-def as_labels(labels: Tensor) -> Tensor:
-    """Returns labels in int64; refuses floats, which would be truncated."""
-    if labels.is_floating_point() or labels.is_complex():
-        raise TypeError(
-            f"labels are {labels.dtype}, but they are class numbers: pass labels.long() if these "
-            "are whole numbers; for probabilities take ps.losses.kl_divergence"
-        )
-    return labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
 
 
 def kl_divergence(
@@ -92,16 +90,12 @@ def kl_divergence(
             "logits of shape () have no classes, which are their last dimension"
         )
     check_temperature(temperature)
-    both = paired(logits=logits, teacher_logits=teacher_logits)
-    log_p, log_q = ((x / temperature).log_softmax(-1) for x in both)
+    logits, teacher_logits = promote_same_shape(
+        logits=logits, teacher_logits=teacher_logits
+    )
+    log_p = (logits / temperature).log_softmax(-1)
+    log_q = (teacher_logits / temperature).log_softmax(-1)
     q = log_q.exp()
-    # Selected before it is multiplied: where q is 0, log q has no number.
-    return temperature**2 * (q * torch.where(q > 0, log_q - log_p, 0)).sum(-1)
-
-
-def check_temperature(temperature: float) -> None:
-    """Refuses one that is not positive."""
-    if not 0 < temperature < math.inf:
-        raise ValueError(
-            f"temperature={temperature}: it divides logits, so take one above 0"
-        )
+    # Where q is 0, log q − log p is infinite or NaN, and so would be its product with 0.
+    log_ratio = torch.where(q > 0, log_q - log_p, 0)
+    return temperature**2 * (q * log_ratio).sum(-1)

@@ -1,13 +1,15 @@
-"""Statistics of each token's logits, hidden · weightᵀ, which are never whole.
+"""Computes statistics of each token's logits, hidden · weightᵀ, from one chunk at a time.
 
-The vocabulary comes in chunks: of each, all tokens' logits are computed, used and dropped, and in
-the backward pass computed again. A chunk's part of the weight's gradient is then finished at once,
-summed over all tokens inside of one product. Four products, where logits that are kept take three:
-the gradient of any cotangent c, Σᵢ cᵢ (pᵢ − yᵢ) ⊗ hᵢ, needs the logits when c is known.
+The vocabulary is cut into chunks. All tokens' logits of a chunk are computed, used and dropped, and
+computed again in the backward pass. There, a chunk's part of the weight's gradient is one product,
+which sums over all tokens, so it is final at once.
+
+This takes four products, where logits in memory take three: the gradient for a cotangent c,
+Σᵢ cᵢ (pᵢ − yᵢ) ⊗ hᵢ, needs the logits at a time when c is known.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,142 +19,172 @@ from torch.autograd import Function
 from purestep import tree
 from purestep.remat import remat
 
-AT_ONCE = {"cpu": 2**22}
-"""How many logits there are at once: what stays in a host's caches. Other devices take 2²⁶."""
+MAX_LOGITS = {"cpu": 2**22}
+"""How many logits a chunk has: what stays in a host's caches. Other devices take 2²⁶."""
 
-LEAST = 256
-"""Classes in a chunk, at least: hidden is hardly smaller than these logits."""
+MIN_CLASSES = 256
+"""How many classes a chunk has at least: hidden is hardly smaller than these logits."""
 
 
 class Head(NamedTuple):
-    """The last layer: weight (classes, features), bias (classes,), and c of c · tanh(x / c)."""
+    """Holds the last layer of a model.
+
+    Attributes:
+        weight: of shape (classes, features).
+        bias: of shape (classes,).
+        soft_cap: c, where logits are c · tanh(x / c).
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     soft_cap: float | None = None
 
 
-class Statistics(NamedTuple):
-    """Of each token: z = log Σ exp x, the logit of its label, and Σ x."""
+class LogitStatistics(NamedTuple):
+    """Holds sums over the classes of each token.
+
+    Attributes:
+        z: log Σ exp x.
+        label_logit: the logit of the token's label.
+        total: Σ x.
+    """
 
     z: Tensor
-    picked: Tensor
+    label_logit: Tensor
     total: Tensor
 
 
-def statistics(
-    hidden: Tensor, labels: Tensor, head: Head, chunk: int | None
-) -> Statistics:
-    """Of hidden states (tokens, features). A label that is no class has a logit of 0.
+def compute_statistics(
+    hidden: Tensor, labels: Tensor, head: Head, chunk_size: int | None
+) -> LogitStatistics:
+    """Computes the statistics of hidden states of shape (tokens, features).
+
+    A label that is no class has a logit of 0.
 
     >>> hidden, head = torch.zeros(1, 2), Head(torch.ones(4, 2))
-    >>> statistics(hidden, torch.tensor([3]), head, chunk=3)
-    Statistics(z=tensor([1.3863]), picked=tensor([0.]), total=tensor([0.]))
+    >>> compute_statistics(hidden, torch.tensor([3]), head, chunk_size=3)
+    LogitStatistics(z=tensor([1.3863]), label_logit=tensor([0.]), total=tensor([0.]))
     """
-    size = chunk_size(hidden, head, chunk)
+    size = choose_chunk_size(hidden, head, chunk_size)
     if not tree.is_plain_eager():
-        return by_chunks(hidden, labels, head, size)
-    return Statistics(
-        *_apply(labels, head.soft_cap, size, hidden, head.weight, head.bias)
+        return compute_by_chunks(hidden, labels, head, size)
+    fields = _apply_statistics(
+        labels, head.soft_cap, size, hidden, head.weight, head.bias
     )
+    return LogitStatistics(*fields)
 
 
-def chunk_size(hidden: Tensor, head: Head, chunk: int | None) -> int:
-    """How many classes' logits there are at once: all, for a compiler, which would copy a loop.
+def choose_chunk_size(hidden: Tensor, head: Head, chunk_size: int | None) -> int:
+    """Chooses how many classes a chunk has: all under a compiler, which would unroll the loop.
 
-    >>> chunk_size(torch.ones(4096, 2), Head(torch.ones(131072, 2)), None)
+    >>> choose_chunk_size(torch.ones(4096, 2), Head(torch.ones(131072, 2)), None)
     1024
     """
-    if chunk is not None and chunk < 1:
+    if chunk_size is not None and chunk_size < 1:
         raise ValueError(
-            f"chunk={chunk}: it counts classes, so take 1 or more, or None"
+            f"{chunk_size=}: it counts classes, so take 1 or more, or None"
         )
     if torch.compiler.is_dynamo_compiling():
         return len(head.weight)
-    return chunk or max(
-        LEAST, AT_ONCE.get(hidden.device.type, 2**26) // max(len(hidden), 1)
-    )
+    if chunk_size is not None:
+        return chunk_size
+    num_tokens = max(len(hidden), 1)
+    max_logits = MAX_LOGITS.get(hidden.device.type, 2**26)
+    return max(MIN_CLASSES, max_logits // num_tokens)
 
 
 def split_head(head: Head, size: int) -> list[Head]:
-    """The head, ``size`` classes at a time.
+    """Splits a head into chunks of ``size`` classes.
 
-    >>> [len(piece.weight) for piece in split_head(Head(torch.ones(5, 2)), 2)]
+    >>> [len(chunk.weight) for chunk in split_head(Head(torch.ones(5, 2)), 2)]
     [2, 2, 1]
     """
     weights = head.weight.split(size)
-    biases = [None] * len(weights) if head.bias is None else head.bias.split(size)
-    return [Head(*each, head.soft_cap) for each in zip(weights, biases, strict=True)]
-
-
-def logits_of(hidden: Tensor, head: Head) -> Tensor:
-    """A product in the dtype of the weight, and all that follows in that of hidden."""
-    x = (hidden.to(head.weight.dtype) @ head.weight.T).to(hidden.dtype)
-    x = x if head.bias is None else x + head.bias
-    return x if head.soft_cap is None else head.soft_cap * torch.tanh(x / head.soft_cap)
-
-
-def by_chunks(hidden: Tensor, labels: Tensor, head: Head, size: int) -> Statistics:
-    """``statistics``, each chunk under ``remat``, with all derivatives by autograd."""
-    # What flows back from each chunk is added up in this dtype.
-    hidden = hidden.to(tree.accumulation_dtype(hidden.dtype))
-    made = [
-        remat(_chunk)(hidden, labels - number * size, piece)
-        for number, piece in enumerate(split_head(head, size))
+    if head.bias is None:
+        return [Head(weight, None, head.soft_cap) for weight in weights]
+    biases = head.bias.split(size)
+    return [
+        Head(weight, bias, head.soft_cap)
+        for weight, bias in zip(weights, biases, strict=True)
     ]
-    most, exponentials, picked, total = (
-        torch.stack(each) for each in zip(*made, strict=True)
+
+
+def compute_logits(hidden: Tensor, head: Head) -> Tensor:
+    """Computes logits: the product in the weight's dtype, all that follows in hidden's."""
+    x = (hidden.to(head.weight.dtype) @ head.weight.T).to(hidden.dtype)
+    if head.bias is not None:
+        x = x + head.bias
+    if head.soft_cap is not None:
+        x = head.soft_cap * torch.tanh(x / head.soft_cap)
+    return x
+
+
+def compute_by_chunks(
+    hidden: Tensor, labels: Tensor, head: Head, size: int
+) -> LogitStatistics:
+    """Computes ``compute_statistics`` under ``remat``, with all derivatives by autograd."""
+    # In this dtype autograd adds up the gradients that come from all chunks.
+    hidden = hidden.to(tree.accumulation_dtype(hidden.dtype))
+    chunks = []
+    for i, chunk in enumerate(split_head(head, size)):
+        chunks.append(remat(_compute_chunk)(hidden, labels - i * size, chunk))
+    max_, exp_sum, label_logit, total = (
+        torch.stack(field) for field in zip(*chunks, strict=True)
     )
-    return Statistics(
-        combine_chunks(most, exponentials)[0], picked.sum(0), total.sum(0)
-    )
+    z, _ = combine_chunks(max_, exp_sum)
+    return LogitStatistics(z, label_logit.sum(0), total.sum(0))
 
 
-def _chunk(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, ...]:
-    """The greatest logit, the exponentials above it, the label's logit, and the sum."""
-    x = logits_of(hidden, head)
-    place, inside = _place(labels, head.weight)
-    picked = torch.where(inside, x.gather(-1, place), 0).squeeze(-1)
-    most, exponentials = shifted_exp(x)
-    return most, exponentials.sum(-1), picked, x.sum(-1)
+def _compute_chunk(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, ...]:
+    """Returns a chunk's greatest logit, the sum of shifted exponentials, label's logit and Σ x."""
+    x = compute_logits(hidden, head)
+    index, is_inside = _index_in_chunk(labels, len(head.weight))
+    label_logit = torch.where(is_inside, x.gather(-1, index), 0).squeeze(-1)
+    max_, exp = shifted_exp(x)
+    return max_, exp.sum(-1), label_logit, x.sum(-1)
 
 
-def _place(labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """Each label's place in a chunk, of shape (tokens, 1), and whether it has one."""
+def _index_in_chunk(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Returns labels as indices into a chunk, and whether they lie inside: both (tokens, 1).
+
+    Labels outside have the index 0.
+    """
     labels = labels.unsqueeze(-1)
-    inside = (labels >= 0) & (labels < len(classes))
-    return torch.where(inside, labels, 0), inside
+    is_inside = (labels >= 0) & (labels < num_classes)
+    return torch.where(is_inside, labels, 0), is_inside
 
 
 def shifted_exp(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The greatest of each row, a constant, and the exponentials of the row less it.
+    """Returns each row's maximum, a constant, and exp(x − maximum).
 
     >>> shifted_exp(torch.zeros(1, 2))
     (tensor([0.]), tensor([[1., 1.]]))
     """
-    most = x.detach().amax(-1)
-    return most, (x - _finite(most).unsqueeze(-1)).exp()
+    max_ = x.detach().amax(-1)
+    return max_, (x - _zero_if_minus_inf(max_).unsqueeze(-1)).exp()
 
 
-def combine_chunks(most: Tensor, exponentials: Tensor) -> tuple[Tensor, Tensor]:
-    """log Σ exp of all chunks, and what each one's exponentials are multiplied by.
+def combine_chunks(max_: Tensor, exp_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Combines the chunks' maxima and sums of shifted exponentials, stacked along dimension 0.
+
+    Returns log Σ exp of all chunks, and the factors that bring the chunks' sums to one shift.
 
     >>> combine_chunks(torch.zeros(2, 1), torch.ones(2, 1))
     (tensor([0.6931]), tensor([[1.],
             [1.]]))
     """
-    shift = _finite(most.amax(0))
-    scale = (most - shift).exp()
-    return shift + (exponentials * scale).sum(0).log(), scale
+    shift = _zero_if_minus_inf(max_.amax(0))
+    scale = (max_ - shift).exp()
+    return shift + (exp_sum * scale).sum(0).log(), scale
 
 
-def _finite(most: Tensor) -> Tensor:
-    """0 where all logits are −∞, since −∞ − −∞ is no number."""
-    return torch.where(most == -math.inf, 0, most)
+def _zero_if_minus_inf(max_: Tensor) -> Tensor:
+    """Replaces the maximum of logits that are all −∞ by 0, since −∞ − −∞ is NaN."""
+    return torch.where(max_ == -math.inf, 0, max_)
 
 
 class _Statistics(Function):
-    """``by_chunks`` where nothing is transformed, with a first derivative that holds one chunk."""
+    """Computes ``compute_by_chunks`` in plain eager mode; its first derivative holds one chunk."""
 
     @staticmethod
     def forward(
@@ -164,61 +196,67 @@ class _Statistics(Function):
         *params: Any,
     ) -> tuple[Tensor, ...]:
         weight, bias = params
-        made = by_chunks(hidden, labels, Head(weight, bias, soft_cap), size)
-        ctx.soft_cap, ctx.size = soft_cap, size
-        ctx.save_for_backward(labels, made.z, hidden, weight, bias)
-        return tuple(made)
+        head = Head(weight, bias, soft_cap)
+        statistics = compute_by_chunks(hidden, labels, head, size)
+        ctx.soft_cap = soft_cap
+        ctx.size = size
+        ctx.save_for_backward(labels, statistics.z, hidden, weight, bias)
+        return tuple(statistics)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        labels, z, *operands = ctx.saved_tensors
-        needed = ctx.needs_input_grad[3:]
-        if not torch.is_grad_enabled():
-            grads = _gradients(
-                ctx.soft_cap, ctx.size, labels, z, operands, needed, cotangents
-            )
-            return None, None, None, *grads
-        # A second derivative is asked for.
-        hidden, weight, bias = operands
-        made = by_chunks(hidden, labels, Head(weight, bias, ctx.soft_cap), ctx.size)
-        wanted = [each for each, need in zip(operands, needed, strict=True) if need]
-        found = iter(torch.autograd.grad(made, wanted, cotangents, create_graph=True))
-        return None, None, None, *(next(found) if need else None for need in needed)
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = _differentiable_grads(ctx, cotangents)
+        else:
+            grads = _chunked_grads(ctx, cotangents)
+        return None, None, None, *grads
 
 
-def _gradients(
-    soft_cap: float | None,
-    size: int,
-    labels: Tensor,
-    z: Tensor,
-    operands: Sequence[Any],
-    needed: Sequence[bool],
-    cotangents: Sequence[Tensor],
+def _differentiable_grads(
+    ctx: Any, cotangents: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
-    """Those of hidden, weight and bias. A token without a cotangent may even be NaN."""
-    of_z, of_picked, of_total = (each.unsqueeze(-1) for each in cotangents)
-    used = (of_z != 0) | (of_picked != 0) | (of_total != 0)
-    z = torch.where(used, z.unsqueeze(-1), math.inf)
-    hidden, *params = operands
-    rows = torch.where(used, hidden, 0).to(z.dtype).requires_grad_(needed[0])
-    pairs = [*zip(params, needed[1:], strict=True)]
-    grads = [torch.empty_like(each) if need else None for each, need in pairs]
-    for start in range(0, len(params[0]), size):
-        span = slice(start, start + size)
-        own: list[Any] = [
-            None if each is None else each[span].detach().requires_grad_(need)
-            for each, need in pairs
-        ]
+    """Computes the gradients of hidden, weight and bias with a graph, for a second derivative."""
+    labels, _, hidden, weight, bias = ctx.saved_tensors
+    head = Head(weight, bias, ctx.soft_cap)
+    statistics = compute_by_chunks(hidden, labels, head, ctx.size)
+    is_needed = ctx.needs_input_grad[3:]
+    operands = zip((hidden, weight, bias), is_needed, strict=True)
+    inputs = [operand for operand, needs_grad in operands if needs_grad]
+    grads = iter(torch.autograd.grad(statistics, inputs, cotangents, create_graph=True))
+    return [next(grads) if needs_grad else None for needs_grad in is_needed]
+
+
+def _chunked_grads(ctx: Any, cotangents: tuple[Tensor, ...]) -> list[Tensor | None]:
+    """Computes the gradients of hidden, weight and bias from one chunk of logits at a time."""
+    labels, z, hidden, weight, bias = ctx.saved_tensors
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[3:]
+    z_grad, label_grad, total_grad = (grad.unsqueeze(-1) for grad in cotangents)
+    # A token whose cotangents are 0 gets a zero gradient, even if its hidden state is NaN:
+    # its row is 0, and exp(x − ∞) is 0.
+    is_used = (z_grad != 0) | (label_grad != 0) | (total_grad != 0)
+    z = torch.where(is_used, z.unsqueeze(-1), math.inf)
+    rows = torch.where(is_used, hidden, 0).to(z.dtype).requires_grad_(needs_hidden)
+    weight_grad = torch.empty_like(weight) if needs_weight else None
+    bias_grad = torch.empty_like(bias) if needs_bias else None
+    for start in range(0, len(weight), ctx.size):
+        classes = slice(start, start + ctx.size)
+        chunk_weight = weight[classes].detach().requires_grad_(needs_weight)
+        chunk_bias = None
+        if bias is not None:
+            chunk_bias = bias[classes].detach().requires_grad_(needs_bias)
+        head = Head(chunk_weight, chunk_bias, ctx.soft_cap)
         with torch.enable_grad():
-            x = logits_of(rows, Head(own[0], own[1], soft_cap))
-        place, inside = _place(labels - start, own[0])
-        to_x = x.detach().sub(z).exp_().mul_(of_z).add_(of_total)
-        to_x.scatter_add_(-1, place, torch.where(inside, of_picked, 0))
-        torch.autograd.backward(x, to_x)
-        for grad, each in zip(grads, own, strict=True):
-            if grad is not None:
-                grad[span] = each.grad
-    return [None if rows.grad is None else rows.grad.to(hidden.dtype), *grads]
+            x = compute_logits(rows, head)
+        index, is_inside = _index_in_chunk(labels - start, len(chunk_weight))
+        x_grad = x.detach().sub(z).exp_().mul_(z_grad).add_(total_grad)
+        x_grad.scatter_add_(-1, index, torch.where(is_inside, label_grad, 0))
+        torch.autograd.backward(x, x_grad)
+        if weight_grad is not None:
+            weight_grad[classes] = chunk_weight.grad
+        if bias_grad is not None and chunk_bias is not None:
+            bias_grad[classes] = chunk_bias.grad
+    hidden_grad = None if rows.grad is None else rows.grad.to(hidden.dtype)
+    return [hidden_grad, weight_grad, bias_grad]
 
 
-_apply: Callable[..., tuple[Tensor, ...]] = _Statistics.apply
+_apply_statistics: Callable[..., tuple[Tensor, ...]] = _Statistics.apply

@@ -2,9 +2,11 @@
 
     params, apply = from_module(module)
 
-* ``apply``: a call. ``plan``: the objects that are made for it.
-* ``watch``: checks of the first call. ``refused``: modules that are no pure functions.
-* ``keyed`` and ``attention``: dropout that draws from keys.
+* ``from_module``: the two functions, and ``Apply``, which runs a call.
+* ``rebuild``: builds copies of a module's objects around other tensors, one set for each call.
+* ``validation``: refuses modules, params and names before a call. ``first_call``: during one.
+* ``dropout`` and ``attention``: dropout that draws from keys.
+* ``outside``: dicts outside of a module that its hooks fill by layer.
 * ``huggingface``: checks for models of transformers.
 """
 

@@ -1,11 +1,12 @@
-"""Dropout inside of a module, drawn from keys: a mode of torch's that answers for what drops.
+"""Dropout inside of a module, drawn from keys: a mode of torch that replaces what drops.
 
-    the n-th place of a call drops by bits of fold_in(key, n)
+    call n of a dropout, counted from 0, drops by bits of fold_in(key, n)
 
-A checkpoint, or ``remat``, that computes again draws the same.
+The module is not changed: a function mode sees each call of torch's functions. A checkpoint, or
+``remat``, draws the same numbers when it recomputes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -16,37 +17,59 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from purestep import random, tree
-from purestep.nn.attention import attention, multi_head
-from purestep.random import Keys, PackedKeys, fold_in
+from purestep.nn.attention import compute_attention, compute_multi_head
+from purestep.random import KeyOrPackedKeys, PackedKeys, fold_in
 from purestep.torch_private import checkpoint_frame
+
+_ALPHA = (functional.alpha_dropout, functional.feature_alpha_dropout)
+"""Those that keep the mean and the deviation of ``selu``."""
+_SPATIAL = (functional.dropout1d, functional.dropout2d, functional.dropout3d)
+_CHANNELS = (*_SPATIAL, functional.feature_alpha_dropout)
+"""Those that drop whole channels."""
+_DROPOUTS = (functional.dropout, functional.alpha_dropout, *_CHANNELS)
+
+UNKEYED_HINT = (
+    "set the rate of the layer that draws them to 0 (a recurrent layer with dropout, rrelu, "
+    "layerdrop), change it, or call apply without key="
+)
+"""What to do about random numbers that do not come from keys."""
 
 
 class KeyedDropout(TorchFunctionMode):
-    """Within it, dropout draws from the keys, from the ``count``-th place on.
+    """A context in which dropout draws from keys, one for each example.
 
-    ``second``: the module may take examples along another dimension than the first, so that one of
-    equal length is refused.
+    ``first_index`` is the number of the first call that draws. ``batch_second`` says that the
+    module may take examples along its second dimension, as ``batch_first=False`` does; then a
+    tensor with two dimensions as long as the keys is refused.
 
     >>> from purestep import random
     >>> keys = torch.stack([random.key(0), random.key(1)])
     >>> with KeyedDropout(keys):
-    ...     made = functional.dropout(torch.ones(2, 3), 0.5)
-    >>> made.equal(random.dropout(torch.ones(2, 3), 0.5, fold_in(keys, 0)))
+    ...     output = functional.dropout(torch.ones(2, 3), 0.5)
+    >>> output.equal(random.dropout(torch.ones(2, 3), 0.5, fold_in(keys, 0)))
     True
     """
 
-    def __init__(self, keys: Keys, count: int = 0, second: bool = False) -> None:
+    def __init__(
+        self, keys: KeyOrPackedKeys, first_index: int = 0, batch_second: bool = False
+    ) -> None:
         super().__init__()
-        own = keys.keys if isinstance(keys, PackedKeys) else keys
-        if not isinstance(own, Tensor) or own.dtype != torch.int64:
+        key_tensor: Any = keys.keys if isinstance(keys, PackedKeys) else keys
+        if not isinstance(key_tensor, Tensor) or key_tensor.dtype != torch.int64:
             raise TypeError(
                 "key= takes keys of ps.random, tensors of dtype int64, got "
-                f"{tree.format_leaf(own)}: pass "
+                f"{tree.format_leaf(key_tensor)}: pass "
                 "a module's own argument of that name by position"
             )
-        self._keys, self._count, self._second = keys, count, second
-        self._frame: Any = None
-        self._tokens, self._shape = own.shape, own.shape[: own.ndim - (own is not keys)]
+        self._keys = keys
+        self._next_index = first_index
+        self._batch_second = batch_second
+        self._last_frame: Any = None
+        # (rows,) for keys of examples, (rows, length) for keys of tokens.
+        self._keys_shape = key_tensor.shape
+        self._batch_shape = key_tensor.shape
+        if isinstance(keys, PackedKeys):
+            self._batch_shape = key_tensor.shape[:-1]
 
     def __torch_function__(
         self,
@@ -57,142 +80,203 @@ class KeyedDropout(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_dynamo_compiling():
-            self._follow()
+            self._patch_checkpoint()
         elif args and isinstance(args[0], FunctionType | MethodType | torch.nn.Module):
+            # In a trace, a checkpoint is an operation on a function, which is traced without this
+            # mode: its dropout would draw from the global generator.
             raise ValueError(
                 "a compiler draws without keys within a checkpoint: leave one of both"
             )
         if func in _DROPOUTS:
             return self._dropout(func, *args, **kwargs)
-        if func is torch.rand or func is Tensor.bernoulli_:
-            return self._one_each(func, args, kwargs)
+        if func is torch.rand:
+            return self._rand(*args, **kwargs)
+        if func is Tensor.bernoulli_:
+            return self._bernoulli_(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
-            return attention(self._drop, *args, **kwargs)
+            return compute_attention(self._drop_elements, *args, **kwargs)
         if func is functional.multi_head_attention_forward:
-            return multi_head(self._drop, func, args, kwargs)
+            return compute_multi_head(self._drop_elements, func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _follow(self) -> None:
-        """Lets a checkpoint that has begun draw the same when it computes again."""
-        last, frame = self._frame, checkpoint_frame()
-        self._frame = frame
-        if (
-            frame is not None
-            and getattr(frame.recompute_fn, "func", None) is not _within
-        ):
-            # It may have begun before the last one, which has drawn.
-            if (
-                getattr(last, "forward_completed", None)
-                and last.recompute_fn.args[1] < self._count
-            ):
+    def _patch_checkpoint(self) -> None:
+        """Makes the innermost checkpoint draw the same numbers when it recomputes.
+
+        The backward pass calls the checkpoint's function outside of this mode. So its function is
+        replaced by one that enters a mode again, at the index of now.
+        """
+        last_frame = self._last_frame
+        frame = checkpoint_frame()
+        self._last_frame = frame
+        if frame is None:
+            return
+        recompute_fn = frame.recompute_fn
+        if getattr(recompute_fn, "func", None) is _call_with_keys:
+            return
+        # A checkpoint is seen at its first operation. If all inputs of torch 2.12's checkpoint
+        # pass by keyword, an inner one may be seen, draw and end before the outer one is seen:
+        #     checkpoint(lambda x: checkpoint(dropout, input=x).tanh(), x)
+        # At which index the outer one has begun is then unknown.
+        if getattr(last_frame, "forward_completed", None):
+            _, index_of_last, *_ = last_frame.recompute_fn.args
+            if index_of_last < self._next_index:
                 raise ValueError("with key=, pass tensors to checkpoints by position")
-            # Its function is called without this mode.
-            frame.recompute_fn = partial(
-                _within, self._keys, self._count, frame.recompute_fn
-            )
-
-    def _next(self) -> Keys:
-        """The keys of the next place."""
-        self._count += 1
-        return fold_in(self._keys, self._count - 1)
-
-    def _dropped(self, x: Tensor, p: float) -> Tensor:
-        """Which elements are dropped, at the next place."""
-        rows, words, pairs = self._shape, random.below(p), x
-        if x.shape[: len(rows)] != rows and x.shape[:1] == (self._tokens.numel(),):
-            pairs = x.unflatten(0, self._tokens)
-        other = pairs.shape[: len(rows)] != rows
-        if other or (
-            self._second and rows[:1] != (1,) and {*rows[:1]} & {*pairs.shape[1:]}
-        ):
-            raise ValueError(
-                f"dropout in the module drops {tree.format_leaf(x)}, whose first dimension "
-                f"{'is' if other else 'may be'} not that of the {tuple(rows)} examples of key=: "
-                "let it take examples first (batch_first=True), call it for one example under "
-                "torch.vmap, or say which token is whose, by key=ps.random.token_keys("
-                "keys[:, None], mask, positions), each of shape (rows, length)"
-            )
-        return random.drawn_for(pairs, self._next(), words).view(x.shape)
-
-    def _drop(self, x: Tensor, p: float) -> Tensor:
-        return random.scaled(x, self._dropped(x, p), p)
-
-    def _one_each(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """One number for each example, as DropPath and StochasticDepth draw it, and no others."""
-        writes = func is not torch.rand
-        first, *others = args or [kwargs.get("size", ())]
-        shape = first.shape if writes else args if isinstance(first, int) else first
-        p, rows = (
-            [*others, kwargs.get("p", 0.5)][0] if writes else 0.5,
-            len(self._shape),
+        frame.recompute_fn = partial(
+            _call_with_keys, self._keys, self._next_index, recompute_fn
         )
-        alone = shape and (*shape[:rows],) == self._shape and {*shape[rows:]} <= {1}
-        if (
-            not alone
-            or isinstance(self._keys, PackedKeys)
-            or not isinstance(p, float | int)
-        ):
-            raise ValueError(
-                f"{func.__name__} draws random numbers that no key reaches: {NOISE}"
-            )
-        keys: Any = self._next()
-        if writes:
-            made: Tensor = first.copy_(random.bernoulli(keys, p, shape[rows:]))
-            return made
-        dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        return random.uniform(keys, shape[rows:], dtype).to(
-            kwargs.get("device") or keys.device
+
+    def _next_keys(self) -> KeyOrPackedKeys:
+        """Returns the keys of the next call that draws."""
+        index = self._next_index
+        self._next_index = index + 1
+        return fold_in(self._keys, index)
+
+    def _draw_mask(self, x: Tensor, p: float) -> Tensor:
+        """Draws which elements of ``x`` are dropped: True with probability ``p``."""
+        is_dropped = random.below_probability(p)
+        num_dims = len(self._batch_shape)
+        num_keys = self._keys_shape.numel()
+        by_example = x
+        if x.shape[:num_dims] != self._batch_shape and x.shape[:1] == (num_keys,):
+            # The module has flattened rows and tokens, as OPT does in its feed-forward layers.
+            by_example = x.unflatten(0, self._keys_shape)
+        if by_example.shape[:num_dims] != self._batch_shape:
+            raise self._not_first_error(x, "is")
+        if self._may_be_second(by_example.shape):
+            raise self._not_first_error(x, "may be")
+        mask = random.draw_like(by_example, self._next_keys(), is_dropped)
+        return mask.view(x.shape)
+
+    def _may_be_second(self, shape: Sequence[int]) -> bool:
+        """Tests if another dimension than the first may be that of the examples.
+
+            With ``batch_first=False`` and as many tokens as examples, shapes do not tell
+        which is which. Each token of a position would draw from the key of another example.
+        """
+        if not self._batch_second or not self._batch_shape:
+            return False
+        num_examples = self._batch_shape[0]
+        return num_examples != 1 and num_examples in shape[1:]
+
+    def _not_first_error(self, x: Tensor, verb: str) -> ValueError:
+        """Returns the error for dropout on a tensor that does not have examples first."""
+        return ValueError(
+            f"dropout in the module drops {tree.format_leaf(x)}, whose first dimension "
+            f"{verb} not that of the {tuple(self._batch_shape)} examples of key=: "
+            "let it take examples first (batch_first=True), call it for one example under "
+            "torch.vmap, or say which token is whose, by key=ps.random.token_keys("
+            "keys[:, None], mask, positions), each of shape (rows, length)"
         )
+
+    def _drop_elements(self, x: Tensor, p: float) -> Tensor:
+        """Applies dropout to each element by itself, as attention does to its weights."""
+        return random.zero_and_rescale(x, self._draw_mask(x, p), p)
 
     def _dropout(
         self,
         func: Any,
         input: Tensor,
         p: float = 0.5,
-        training: Any = None,
+        training: bool | None = None,
         inplace: bool = False,
     ) -> Tensor:
-        if p == 0 or not (func not in _ALPHA if training is None else training):
+        """Computes ``func``, one of torch's dropouts, which all have these arguments."""
+        if training is None:
+            training = (
+                func not in _ALPHA
+            )  # Defaults of torch: True, and False for these.
+        if p == 0 or not training:
             return input
-        shaped = input
+        mask_like = input
         if func in _CHANNELS:
             if isinstance(self._keys, PackedKeys):
+                # A channel covers all tokens of a row, of which each has its own key.
                 raise ValueError(
                     f"{func.__name__} drops channels: pass keys of examples"
                 )
-            shaped = input.new_empty(input.shape[: len(self._shape) + 1])
-        dropped = self._dropped(shaped, p)
-        dropped = dropped.view(*dropped.shape, *[1] * (input.ndim - dropped.ndim))
-        made = (
-            _alpha(input, dropped, p)
-            if func in _ALPHA
-            else random.scaled(input, dropped, p)
-        )
-        return input.copy_(made) if inplace else made
+            mask_like = input.new_empty(input.shape[: len(self._batch_shape) + 1])
+        mask = self._draw_mask(mask_like, p)
+        singletons = [1] * (input.ndim - mask.ndim)
+        mask = mask.view(*mask.shape, *singletons)
+        if func in _ALPHA:
+            output = _alpha_dropout(input, mask, p)
+        else:
+            output = random.zero_and_rescale(input, mask, p)
+        if inplace:
+            return input.copy_(output)
+        return output
+
+    def _rand(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Computes ``torch.rand`` where it draws one number for each example.
+
+        transformers drops the paths of an example by ``torch.rand((rows, 1, 1)) + keep_prob``.
+        """
+        size = args or kwargs.get("size", ())
+        if args and not isinstance(args[0], int):  # torch.rand((2, 1)), not rand(2, 1).
+            size = args[0]
+        shape = self._shape_of_one_number("rand", size)
+        keys: Any = self._next_keys()
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        numbers = random.uniform(keys, shape, dtype)
+        return numbers.to(kwargs.get("device") or keys.device)
+
+    def _bernoulli_(self, x: Tensor, p: Any = 0.5, **kwargs: Any) -> Tensor:
+        """Computes ``x.bernoulli_(p)`` where it draws one number for each example.
+
+        timm drops the paths of an example by ``x.new_empty((rows, 1, 1)).bernoulli_(keep_prob)``,
+        and torchvision does in ``StochasticDepth``.
+        """
+        if not isinstance(p, float | int):  # A tensor of probabilities.
+            raise _unkeyed_error("bernoulli_")
+        shape = self._shape_of_one_number("bernoulli_", x.shape)
+        keys: Any = self._next_keys()
+        return x.copy_(random.bernoulli(keys, p, shape))
+
+    def _shape_of_one_number(self, name: str, shape: Sequence[int]) -> Sequence[int]:
+        """Returns what follows the examples in a shape, or raises where this is not all ones.
+
+        More numbers than one for each example are refused: ``torch.rand(rows, length)`` may well be
+        a draw by position, which would change with padding.
+        """
+        num_dims = len(self._batch_shape)
+        rest = shape[num_dims:]
+        if (
+            isinstance(self._keys, PackedKeys)
+            or not shape
+            or tuple(shape[:num_dims]) != self._batch_shape
+            or any(size != 1 for size in rest)
+        ):
+            raise _unkeyed_error(name)
+        return rest
 
 
-def _within(
-    keys: Keys, count: int, run: Callable[..., Any], *args: Any, **kwargs: Any
+def _unkeyed_error(name: str) -> ValueError:
+    """Returns the error for a function of torch that draws without keys."""
+    return ValueError(
+        f"{name} draws random numbers that no key reaches: {UNKEYED_HINT}"
+    )
+
+
+def _call_with_keys(
+    keys: KeyOrPackedKeys,
+    index: int,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    with KeyedDropout(keys, count):
-        return run(*args, **kwargs)
+    """Calls a function whose dropout draws from keys, from an index on."""
+    with KeyedDropout(keys, index):
+        return function(*args, **kwargs)
 
 
-def _alpha(x: Tensor, dropped: Tensor, p: float) -> Tensor:
-    """Dropout that keeps the mean and the deviation of what ``selu`` gives."""
-    if p == 1:
+def _alpha_dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """Applies dropout that keeps the mean and the deviation of ``selu``'s outputs.
+
+    Dropped elements get ``selu``'s lower limit instead of 0 [Klambauer et al., 2017].
+    """
+    if p == 1:  # The scale below would be infinite.
         return torch.zeros_like(x)
-    fill = -1.7580993408473766  # minus the product of selu's two constants
-    scale = ((1 - p) * (1 + p * fill**2)) ** -0.5
-    made: Tensor = torch.where(dropped, fill, x) * scale - scale * fill * p
-    return made
-
-
-_ALPHA = (functional.alpha_dropout, functional.feature_alpha_dropout)
-_SPATIAL = (functional.dropout1d, functional.dropout2d, functional.dropout3d)
-_CHANNELS = (*_SPATIAL, functional.feature_alpha_dropout)
-_DROPOUTS = (functional.dropout, functional.alpha_dropout, *_CHANNELS)
-NOISE = (
-    "set the rate of the layer that draws them to 0 (a recurrent layer with dropout, rrelu, "
-    "layerdrop), change it, or call apply without key="
-)
+    limit = -1.7580993408473766  # minus the product of selu's two constants
+    scale = ((1 - p) * (1 + p * limit**2)) ** -0.5
+    output: Tensor = torch.where(mask, limit, x) * scale - scale * limit * p
+    return output

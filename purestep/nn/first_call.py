@@ -1,13 +1,13 @@
-"""What the first call of a module shows: with which tensors it computes, and to which it writes.
+"""Checks of a module's first call: with which tensors it computes, and to which it writes.
 
-Each question is asked before an operation is carried out, so what is refused has not happened.
+Each operation is checked before it runs, so that what is refused has not happened.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,99 +16,126 @@ from torch import Tensor
 from torch.nn import Module
 
 from purestep import torch_private
-from purestep.nn.dropout import NOISE
+from purestep.nn.dropout import UNKEYED_HINT
 
-BUFFERS = (
+BUFFERS_HINT = (
     "with buffers=dict(module.named_buffers()), apply returns (output, buffers); or call .eval() "
     "of what writes to them before from_module"
 )
 _WRITES = (
     "the module writes to {}: compute a new tensor, which each call forgets. Of a buffer, "
-    f"{BUFFERS}. Of Gemma3n, set config.altup_coef_clip = None"
+    f"{BUFFERS_HINT}. Of Gemma3n, set config.altup_coef_clip = None"
 )
-_ELSEWHERE = (
+_OWN_PARAMETER = (
     "the call computes with {} of the module itself, which does not train: a closure, a global "
     "name, a class or another object leads to it. Let forward find it in the module's attributes"
 )
-_NUMBERS = (
+_HOST_GENERATORS = (
     "numpy's or Python's generator has drawn numbers during the call, which no key reaches: switch "
     "that off (config.apply_spec_augment = False). If another thread draws them, call again"
 )
 
 
-def memory_range(tensor: Any) -> torch.UntypedStorage | None:
-    """The storage of a tensor, in whatever wrappers of torch.func; None of what has none."""
-    tensor = torch.func.debug_unwrap(tensor) if isinstance(tensor, Tensor) else tensor
-    strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
-    return tensor.untyped_storage() if strided and tensor.numel() else None
+def get_storage(value: Any) -> torch.UntypedStorage | None:
+    """Returns a tensor's storage, below the wrappers of ``torch.func``.
+
+    None for what has none: other values, sparse tensors, tensors without elements.
+    """
+    if not isinstance(value, Tensor):
+        return None
+    # Under ``grad`` and ``vmap``, operations get wrappers, whose storage is not the tensor's.
+    tensor = torch.func.debug_unwrap(value)
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return None
+    return tensor.untyped_storage()
 
 
 @contextmanager
 def check_first_call(
-    kept: Mapping[str, Tensor],
-    own: Mapping[str, Tensor],
+    frozen: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
     inputs: Sequence[Any],
-    keyed: bool,
+    uses_keys: bool,
 ) -> Iterator[None]:
-    """Refuses to write to what is kept, to compute with others of the module, to draw without keys.
+    """Raises if the call writes to ``frozen``, reads other ``parameters``, or draws without keys.
 
-    Parameters of the module itself may be inputs, or what is kept.
+    ``parameters`` are those of the module itself, instead of which the call should compute with
+    params. They may be read where they are also inputs, or ``frozen``: a caller may pass them as
+    params. Draws are checked if ``uses_keys``.
 
-    >>> own = torch.nn.Linear(1, 1).weight
-    >>> with check_first_call({"weight": own}, {}, [], keyed=False):
-    ...     own.data.clamp_(0, 1)
+    >>> weight = torch.nn.Linear(1, 1).weight
+    >>> with check_first_call({"weight": weight}, {}, [], uses_keys=False):
+    ...     weight.data.clamp_(0, 1)
     Traceback (most recent call last):
     ...
     ValueError: the module writes to weight: compute a new tensor, which ...
     """
-    places = {name: memory_range(each) for name, each in kept.items()}
-    writes = {at: name for name, at in places.items() if at}
-    known = {None, *writes, *map(memory_range, inputs)}
-    reads = {
-        memory_range(each): name
-        for name, each in own.items()
-        if memory_range(each) not in known
+    # Storages, since views and ``.data`` are other tensors in the same memory.
+    frozen_storages = {name: get_storage(x) for name, x in frozen.items()}
+    frozen_names = {
+        storage: name for name, storage in frozen_storages.items() if storage
     }
+    readable = {None, *frozen_names}
+    readable |= {get_storage(x) for x in inputs}
+    unreadable_names = {}
+    for name, parameter in parameters.items():
+        storage = get_storage(parameter)
+        if storage not in readable:
+            unreadable_names[storage] = name
 
-    def look(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        given = torch_private.arguments_of(operation, args, dict(kwargs))
-        trains, _ = given.get("training", given.get("train", (None, False)))
-        for name, (value, written) in given.items():
-            # torch does not say that a batch norm writes to its running statistics.
-            written |= bool(trains) and name.startswith("running_")
-            for at in map(
-                memory_range, value if isinstance(value, list | tuple) else [value]
-            ):
-                if at in reads:
-                    raise ValueError(_ELSEWHERE.format(reads[at]))
-                if written and at in writes:
-                    raise ValueError(_WRITES.format(writes[at]))
+    states = _generator_states() if uses_keys else None
+    check = _make_operation_check(unreadable_names, frozen_names, uses_keys)
+    with torch_private.watch_operations(check):
+        yield
+    for name, tensor in frozen.items():
+        # ``p.data = other`` is no operation, so it was not seen above.
+        if get_storage(tensor) is not frozen_storages[name]:
+            raise ValueError(_WRITES.format(name))
+    if uses_keys and _generator_states() != states:
+        raise ValueError(_HOST_GENERATORS)
+
+
+def _make_operation_check(
+    unreadable_names: Mapping[Any, str],
+    frozen_names: Mapping[Any, str],
+    uses_keys: bool,
+) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], None]:
+    """Makes a function that raises if an operation reads, writes or draws what it must not."""
+
+    def check_operation(
+        operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        arguments = torch_private.bind_arguments(operation, args, dict(kwargs))
+        training, _ = arguments.get("training", arguments.get("train", (None, False)))
+        for name, (value, is_written) in arguments.items():
+            # torch's schemas do not say that a batch norm writes to its running statistics.
+            writes = is_written or (bool(training) and name.startswith("running_"))
+            values = value if isinstance(value, list | tuple) else [value]
+            for storage in [get_storage(x) for x in values]:
+                if storage in unreadable_names:
+                    raise ValueError(_OWN_PARAMETER.format(unreadable_names[storage]))
+                if writes and storage in frozen_names:
+                    raise ValueError(_WRITES.format(frozen_names[storage]))
+        # Operations such as rrelu draw only with training=True.
         if (
-            keyed
-            and trains is not False
-            and torch_private.may_draw(operation, args, dict(kwargs))
+            uses_keys
+            and training is not False
+            and torch_private.may_draw_random(operation, args, dict(kwargs))
         ):
-            name = str(operation).split(".")[1]
+            name = str(operation).split(".")[1]  # Of aten.bernoulli_.float, say.
             raise ValueError(
-                f"{name} draws random numbers that no key reaches: {NOISE}"
+                f"{name} draws random numbers that no key reaches: {UNKEYED_HINT}"
             )
 
-    before = keyed and _generators()
-    with torch_private.watching(look):
-        yield
-    for name, each in kept.items():
-        if (
-            memory_range(each) is not places[name]
-        ):  # Something has been assigned to its ``.data``.
-            raise ValueError(_WRITES.format(name))
-    if keyed and _generators() != before:
-        raise ValueError(_NUMBERS)
+    return check_operation
 
 
 def check_assigned(module: Module, buffers: Mapping[str, Tensor]) -> None:
-    """Refuses a call that has put another tensor in the place of one of these, which is forgotten.
+    """Raises if a call has assigned another tensor to one of these buffers.
 
-    A module may do so with buffers that no checkpoint keeps, such as tables of positions.
+    The call ran on a copy of the module, so the new value would be forgotten. Buffers that no
+    checkpoint keeps, ``persistent=False``, may be assigned: tables of positions, say, which the
+    module computes again.
 
     >>> module = torch.nn.BatchNorm1d(1)
     >>> buffers = dict(module.named_buffers())
@@ -118,12 +145,18 @@ def check_assigned(module: Module, buffers: Mapping[str, Tensor]) -> None:
     ...
     ValueError: the module writes to running_var: compute a new tensor, which ...
     """
-    for name, each in module.named_buffers():
-        if each is not buffers.get(name, each) and name in module.state_dict():
+    for name, buffer in module.named_buffers():
+        is_other = buffer is not buffers.get(name, buffer)
+        if is_other and name in module.state_dict():
             raise ValueError(_WRITES.format(name))
 
 
-def _generators() -> Any:
-    """The states of Python's generator and of numpy's."""
+def _generator_states() -> tuple[Any, str]:
+    """Returns the states of Python's generator and of numpy's.
+
+    numpy's holds an array of 624 numbers, for which ``==`` gives no bool, and ``repr`` shows them
+    all. A module that has not imported numpy does not draw from it.
+    """
     numpy = sys.modules.get("numpy")
-    return random.getstate(), repr(numpy and numpy.random.get_state())
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    return random.getstate(), repr(numpy_state)

@@ -2,14 +2,14 @@
 
     params, apply = from_module(module)        apply(params, x) = module(x), with params for its own
 
-Each call runs on the module's objects made anew. So nothing is swapped into the module and back,
-threads do not meet, and a checkpoint computes again with the params of its call.
+Each call runs on copies of the module's objects. So no tensor is swapped into the module and back,
+threads do not interfere, and a checkpoint recomputes with the params of its call.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from fnmatch import fnmatchcase
@@ -21,15 +21,15 @@ from torch.nn import Module, Parameter
 
 from purestep import tree
 from purestep.nn import dropout, first_call, huggingface, outside, rebuild, validation
-from purestep.random import Keys
+from purestep.random import KeyOrPackedKeys
 from purestep.torch_private import (
     check_no_rand_in_trace,
-    hooks_backward,
-    never_compiled_alone,
+    has_backward_hooks,
+    skip_compilation,
 )
 
-MAX_KINDS = 16
-"""Kinds of calls that are checked, by their keywords, flags and texts."""
+MAX_SIGNATURES = 16
+"""How many kinds of calls are checked: each prompt among the arguments, say, is another kind."""
 
 
 def from_module(
@@ -58,8 +58,8 @@ def from_module(
     ``key``, with other keywords or flags, and under ``no_grad``. A call is refused if it
     writes to a tensor of the module or of params, or assigns to a buffer. It is also refused if it
     computes with a parameter of the module instead of params.
-    There is no check under a compiler: call ``apply`` once without it. Each call makes the objects
-    that refer to the module anew, also in keys and sets. Closures are shared. Where a hook fills a
+    There is no check under a compiler: call ``apply`` once without it. Each call copies the objects
+    that refer to the module, also in keys and sets. Closures are shared. Where a hook fills a
     dict by layer, its keys stay the module's layers. Methods that were compiled before, as by
     ``module.compile()``, run uncompiled: compile the step instead.
 
@@ -81,26 +81,36 @@ def from_module(
     tensor([5.])
     """
     validation.check_module(module)
-    choose: Any = trainable
-    if trainable is None:
-        choose = lambda name, p: p.requires_grad  # noqa: E731
-    elif isinstance(trainable, str):
-        choose = lambda name, p: fnmatchcase(name, trainable)  # noqa: E731
-    elif not callable(trainable):
-        raise TypeError(
-            f"{trainable=} must be a pattern of names, or a function of name and p"
-        )
-    named = dict(module.named_parameters(remove_duplicate=False))
-    chosen = {id(p) for name, p in named.items() if choose(name, p)}
-    trained = {name: p for name, p in module.named_parameters() if id(p) in chosen}
+    is_trainable = _make_predicate(trainable)
+    # A tied parameter has several names, of which any may match; params has the first one.
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    chosen_ids = {id(p) for name, p in parameters.items() if is_trainable(name, p)}
+    trained = {}
+    for name, p in module.named_parameters():
+        if id(p) in chosen_ids:
+            trained[name] = p
     if not trained:
         raise ValueError(
             f"{trainable=} leaves nothing to train of {type(module).__name__}, whose parameters "
-            f"are {validation.listed(named)}: choose some by name, or let some require grad"
+            f"are {validation.format_names(parameters)}: choose some by name, or let some "
+            "require grad"
         )
-    return {name: p.detach().clone() for name, p in trained.items()}, Apply(
-        module, trained
-    )
+    params = {name: p.detach().clone() for name, p in trained.items()}
+    return params, Apply(module, trained)
+
+
+def _make_predicate(trainable: Any) -> Callable[[str, Parameter], bool]:
+    """Makes the function that chooses parameters, from all that ``trainable`` may be."""
+    if trainable is None:
+        return lambda name, p: p.requires_grad
+    if isinstance(trainable, str):
+        return lambda name, p: fnmatchcase(name, trainable)
+    if not callable(trainable):
+        raise TypeError(
+            f"{trainable=} must be a pattern of names, or a function of name and p"
+        )
+    predicate: Callable[[str, Parameter], bool] = trainable
+    return predicate
 
 
 def to_module(
@@ -119,70 +129,73 @@ def to_module(
     >>> module.bias.item()
     3.0
     """
-    own = dict(module.named_parameters(remove_duplicate=False))
-    validation.check_names("params", params, own, (), "pass params of this module")
-    known = dict(module.named_buffers(remove_duplicate=False))
-    carried, written = buffers or {}, validation.written_in_training(module)
-    validation.check_names("buffers", carried, known, written, first_call.BUFFERS)
-    values = {
-        **params,
-        **{name: _whole(each, known[name]) for name, each in carried.items()},
-    }
-    places = own | known
+    # With duplicates: a tied parameter may go by any of its names.
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    module_buffers = dict(module.named_buffers(remove_duplicate=False))
+    buffers = buffers or {}
+    required = validation.find_written_buffers(module)
+    validation.check_names(
+        "params", params, parameters, (), "pass params of this module"
+    )
+    validation.check_names(
+        "buffers", buffers, module_buffers, required, first_call.BUFFERS_HINT
+    )
+    targets = parameters | module_buffers
+    values = dict(params)
+    for name, buffer in buffers.items():
+        values[name] = _to_buffer_dtype(buffer, module_buffers[name])
+    # All are checked before the first is written.
     for name, value in values.items():
-        if tree.format_leaf(value) != tree.format_leaf(places[name]):
+        expected = tree.format_leaf(targets[name])
+        if tree.format_leaf(value) != expected:
             raise ValueError(
-                f"{name} is {tree.format_leaf(value)}, and the module's is "
-                f"{tree.format_leaf(places[name])}: "
+                f"{name} is {tree.format_leaf(value)}, and the module's is {expected}: "
                 "write back to the module that from_module took, or one like it"
             )
     with torch.no_grad():
         for name, value in values.items():
-            places[name].copy_(value)
+            targets[name].copy_(value)
 
 
 class Apply:
-    """``apply(params, *args, **kwargs)``: the function that ``from_module`` makes of a module."""
+    """A module as a pure function, ``apply(params, *args, **kwargs)``: see ``from_module``."""
 
     eval: Apply
-    """The same of the module in evaluation mode."""
+    """The same function of the module in evaluation mode."""
 
     def __init__(self, module: Module, trained: Mapping[str, Parameter]) -> None:
-        never_compiled_alone(Apply.__call__)
-        buffers = dict(module.named_buffers())
-        held: dict[int, tuple[str, Tensor]] = {
-            id(p): (name, p) for name, p in trained.items()
+        # A compiler whose graph breaks at a call would compile the call by itself, trace the checks
+        # of a first call, and fail with an error of its own.
+        skip_compilation(Apply.__call__)
+        tensors = _name_tensors(module, trained)
+        validation.check_trained(trained, tensors)
+        self._trained = trained
+        self._names = [*trained]
+        self._constants: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if name not in trained:
+                # An alias, since a copy may assign to its ``.data``: the module's stays as it is.
+                self._constants[name] = tensor.detach()
+        self._buffers = {
+            name: self._constants[name] for name, _ in module.named_buffers()
         }
-        named = dict(module.named_parameters())
-        for name, each in [
-            *buffers.items(),
-            *named.items(),
-            *rebuild.tensors_held_by(module),
-        ]:
-            # spectral_norm puts an alias of weight_orig in place of a weight that it computes.
-            if isinstance(each, Tensor) and f"{name}_orig" not in named:
-                held.setdefault(id(each), (name, each))
-        tensors = dict(held.values())
-        validation.check_params(trained, tensors)
-        self._trained, self._names = trained, [*trained]
-        # Aliases: a module may assign to their .data.
-        self._constants = {
-            n: each.detach() for n, each in tensors.items() if n not in trained
-        }
-        self._buffers = {name: self._constants[name] for name in buffers}
-        self._written = validation.written_in_training(module)
+        self._written_buffers = validation.find_written_buffers(module)
         self._mappings = outside.find_mappings(module)
         self._parts = [*module.modules()] if self._mappings else []
-        self._plan = rebuild.make_recipe(module, [*tensors.values()], self._mappings)
+        self._recipe = rebuild.make_recipe(module, [*tensors.values()], self._mappings)
         self._models = huggingface.models_of(module)
-        self._second = any(
-            getattr(each, "batch_first", None) is False for each in module.modules()
+        # nn.MultiheadAttention and nn.LSTM say so of themselves.
+        self._batch_second = any(
+            getattr(part, "batch_first", None) is False for part in module.modules()
         )
-        self._hooks_backward = hooks_backward(module.modules())
-        # Kinds of calls that were looked at. A compiler's, None, is not.
-        self._evaluates, self._known = False, set[Any]({None})
+        self._hooks_backward = has_backward_hooks(module.modules())
+        self._is_eval = False
+        # Signatures of the calls that were checked.
+        self._known: set[Any] = set()
         self.eval = copy(self)
-        self.eval._evaluates, self.eval._known, self.eval.eval = True, {None}, self.eval
+        self.eval._is_eval = True
+        self.eval._known = set()
+        self.eval.eval = self.eval
 
     def __call__(
         self,
@@ -190,99 +203,173 @@ class Apply:
         /,
         *args: Any,
         buffers: Mapping[str, Tensor] | None = None,
-        key: Keys | None = None,
+        key: KeyOrPackedKeys | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The module's output; with ``buffers``, ``(output, buffers)``; with ``key``, its noise."""
-        names, carried = self._names, buffers or {}
+        """Returns the module's output; with ``buffers``, ``(output, buffers)``.
+
+        With ``key``, dropout draws from these keys.
+        """
         validation.check_names(
-            "params", params, names, names, "pass those of from_module, no others"
+            "params",
+            params,
+            self._names,
+            self._names,
+            "pass those of from_module, no others",
         )
-        validation.check_names(
-            "buffers", carried, self._buffers, self._written, first_call.BUFFERS
-        )
-        carried = {
-            n: _whole(each, self._buffers[n]).clone() for n, each in carried.items()
-        }
-        values = [params[name] for name in names]
-        looked_at: AbstractContextManager[object] = nullcontext()
-        kind: Any = None
-        traced = torch.compiler.is_dynamo_compiling()
-        if traced:
-            if self._hooks_backward:
-                raise ValueError(
-                    "a compiler leaves hooks on a module's backward pass out"
-                )
-            for owner, name in self._models.inspected:
-                inspect.signature(getattr(owner, name))  # Now the compiler knows it.
+        buffer_values = self._clone_buffers(buffers or {})
+        values = [params[name] for name in self._names]
+        signature: Any = None
+        first_call_check: AbstractContextManager[object] = nullcontext()
+        rekeyed: AbstractContextManager[object] = nullcontext()
+        is_traced = torch.compiler.is_dynamo_compiling()
+        if is_traced:
+            self._prepare_trace()
         else:
-            values = [*map(_as_parameter, values)]
-            flags = [
-                each
-                for each in (*args, *kwargs.values())
-                if isinstance(each, bool | str)
-            ]
-            kind = (
-                torch.is_grad_enabled(),
-                type(key),
-                *carried,
-                len(args),
-                *kwargs,
-                *flags,
+            values = [_as_parameter(p) for p in values]
+            signature = self._find_new_signature(key, buffer_values, args, kwargs)
+        if signature is not None:
+            frozen = {**self._constants, **dict(zip(self._names, values, strict=True))}
+            first_call_check = first_call.check_first_call(
+                frozen,
+                self._trained,
+                inputs=tree.leaves((args, kwargs)),
+                uses_keys=key is not None,
             )
-            if kind not in self._known and len(self._known) > MAX_KINDS:
-                kind = None  # Each prompt, say, would be another kind.
-            if kind not in self._known:
-                # The first of a kind is looked at, and refused before it does any harm.
-                kept = {**self._constants, **dict(zip(names, values, strict=True))}
-                inputs = tree.leaves((args, kwargs))
-                looked_at = first_call.check_first_call(
-                    kept, self._trained, inputs, key is not None
-                )
-        held = {**self._constants, **carried}
-        module = rebuild.rebuild(self._plan, [*values, *held.values()], self._evaluates)
-        noise = (
-            nullcontext()
-            if key is None
-            else dropout.KeyedDropout(key, second=self._second)
+        constants = {**self._constants, **buffer_values}
+        module = rebuild.rebuild(
+            self._recipe, [*values, *constants.values()], self._is_eval
         )
-        names_of_parts: AbstractContextManager[object] = nullcontext()
-        if self._mappings and kind is not None:
-            names_of_parts = outside.rekey_mappings(
+        if self._mappings and not is_traced:
+            rekeyed = outside.rekey_mappings(
                 self._mappings, self._parts, [*module.modules()]
             )
-        with looked_at, noise, names_of_parts:
+        with first_call_check, self._make_dropout_mode(key), rekeyed:
             output = module(*args, **kwargs)
-        if traced and key is not None:
+        if is_traced and key is not None:
             check_no_rand_in_trace()
         huggingface.check_call(self._models, args, kwargs, output)
-        if kind not in self._known:
-            first_call.check_assigned(
-                module, {n: held[n] for n in self._buffers if n not in carried}
-            )
-            self._known.add(kind)
+        if signature is not None:
+            first_call.check_assigned(module, self._select_buffers(buffer_values))
+            self._known.add(signature)
         if buffers is None:
             return output
-        return output, {name: module.get_buffer(name) for name in carried}
+        return output, {name: module.get_buffer(name) for name in buffer_values}
+
+    def _clone_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Clones the caller's buffers, which the module may write to, in the module's dtypes."""
+        validation.check_names(
+            "buffers",
+            buffers,
+            self._buffers,
+            self._written_buffers,
+            first_call.BUFFERS_HINT,
+        )
+        clones = {}
+        for name, buffer in buffers.items():
+            clones[name] = _to_buffer_dtype(buffer, self._buffers[name]).clone()
+        return clones
+
+    def _prepare_trace(self) -> None:
+        """Refuses what a compiler would leave out, and reads signatures outside of its graph."""
+        if self._hooks_backward:
+            raise ValueError("a compiler leaves hooks on a module's backward pass out")
+        for owner, name in self._models.inspected:
+            # Dynamo cannot read the signature of a method on an object that is made in the trace,
+            # as the copies are. It keeps signatures by function, so it reads them here.
+            inspect.signature(getattr(owner, name))
+
+    def _find_new_signature(
+        self,
+        key: KeyOrPackedKeys | None,
+        buffer_values: Mapping[str, Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Returns what tells a call from other kinds of calls; None if such a call was checked.
+
+        A call of another kind may take another branch of the module: under ``no_grad``, with other
+        names of arguments, with other flags and texts such as ``reduction="mean"``.
+        """
+        flags = [
+            value
+            for value in (*args, *kwargs.values())
+            if isinstance(value, bool | str)
+        ]
+        signature = (
+            torch.is_grad_enabled(),
+            type(key),
+            *buffer_values,
+            len(args),
+            *kwargs,
+            *flags,
+        )
+        if signature in self._known or len(self._known) >= MAX_SIGNATURES:
+            return None
+        return signature
+
+    def _make_dropout_mode(
+        self, key: KeyOrPackedKeys | None
+    ) -> AbstractContextManager[object]:
+        """Makes the context in which dropout draws from ``key``, where there is one."""
+        if key is None:
+            return nullcontext()
+        return dropout.KeyedDropout(key, batch_second=self._batch_second)
+
+    def _select_buffers(self, buffer_values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Selects the buffers that are constants of a call, not the caller's."""
+        return {
+            name: buffer
+            for name, buffer in self._buffers.items()
+            if name not in buffer_values
+        }
+
+
+def _name_tensors(
+    module: Module, trained: Mapping[str, Parameter]
+) -> dict[str, Tensor]:
+    """Names all tensors that a module holds, each once: the trained ones first, then buffers."""
+    parameters = dict(module.named_parameters())
+    candidates: list[tuple[str, Any]] = [
+        *trained.items(),
+        *module.named_buffers(),
+        *parameters.items(),
+        *rebuild.named_contents(module),
+    ]
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in candidates:
+        if not isinstance(value, Tensor) or id(value) in seen:
+            continue
+        # spectral_norm puts an alias of weight_orig in the place of a weight that it computes.
+        if f"{name}_orig" in parameters and name not in trained:
+            continue
+        seen.add(id(value))
+        tensors[name] = value
+    return tensors
 
 
 def _as_parameter(p: Tensor) -> Tensor:
-    """An alias that is an ``nn.Parameter`` to the module, where the param is a leaf, and wide.
+    """Makes an alias of a param that is an ``nn.Parameter`` to the module, where that is safe.
 
-    A cast of a param, or what ``unshard`` returns, is no leaf, and ``checks.recomputation`` takes
-    parameters for those of another module. In half precision a leaf sums in float32, and an alias
-    does not.
+    A module may ask ``isinstance(self.weight, nn.Parameter)``. Not safe are casts of a param, and
+    what ``unshard`` returns: these are no leaves of autograd, and ``forbid_module_recompute`` takes
+    an ``nn.Parameter`` that is not in the params' memory for another module's. Nor is it in half
+    precision: a leaf's gradient is summed in float32, that of an alias is not.
     """
-    plain = type(p) in (Tensor, Parameter) and p.is_leaf
-    return (
-        p.as_subclass(Parameter)
-        if plain and tree.accumulation_dtype(p.dtype) is p.dtype
-        else p
-    )
+    is_plain_leaf = type(p) in (Tensor, Parameter) and p.is_leaf
+    if is_plain_leaf and tree.accumulation_dtype(p.dtype) is p.dtype:
+        return p.as_subclass(Parameter)
+    return p
 
 
-def _whole(value: Tensor, like: Tensor) -> Tensor:
-    """A mean of buffers in their dtype, of whole numbers, of steps say, as the number it is."""
-    if value.is_floating_point() and not like.is_complex():
-        return (value if like.is_floating_point() else value.round()).to(like.dtype)
-    return value
+def _to_buffer_dtype(value: Tensor, buffer: Tensor) -> Tensor:
+    """Converts a mean of buffers, say of several ranks, to the dtype of the module's buffer.
+
+    A mean of integers, such as ``num_batches_tracked``, is rounded to an integer.
+    """
+    if not value.is_floating_point() or buffer.is_complex():
+        return value
+    if not buffer.is_floating_point():
+        value = value.round()
+    return value.to(buffer.dtype)

@@ -1,4 +1,4 @@
-"""What a model of Hugging Face is passed and returns, where that goes wrong without a word."""
+"""Checks of what a model of transformers takes and returns, where it goes wrong silently."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -9,65 +9,87 @@ from torch import Tensor
 from torch.nn import Module
 
 from purestep import tree
-from purestep.torch_private import adds_its_masks
+from purestep.torch_private import has_additive_masks
 
 
 class Models(NamedTuple):
-    """Hugging Face's models in a module, and what is asked of them at calls."""
+    """The models of transformers in a module, and what calls of the module need to know."""
 
     models: list[Module]
     arguments: list[str]
-    """Those of the module's ``forward``, by position."""
+    """The arguments of the module's ``forward``, by position."""
     inspected: list[tuple[Module, str]]
-    """Methods for whose signatures calls ask, which a compiler has to know before."""
+    """Methods whose signatures are read during calls, and have to be read before a trace."""
 
 
 def models_of(module: Module) -> Models:
-    """Those whose classes look so.
+    """Finds the models of transformers in a module, by an attribute of their class.
 
     >>> models_of(torch.nn.Linear(1, 1)).models
     []
     """
-    name = "feed_forward_chunk"
-    chunked = {type(each): each for each in module.modules() if hasattr(each, name)}
-    return Models(
-        [each for each in module.modules() if hasattr(type(each), "base_model_prefix")],
-        [*inspect.signature(type(module).forward).parameters][1:],
-        [(module, "register_buffer"), *((each, name) for each in chunked.values())],
-    )
+    models = []
+    # apply_chunking_to_forward of transformers reads the signature of this method, and so does
+    # torch's Module.__setattr__ that of an overridden register_buffer.
+    chunked: dict[type, Module] = {}
+    for part in module.modules():
+        if hasattr(type(part), "base_model_prefix"):
+            models.append(part)
+        if hasattr(part, "feed_forward_chunk"):
+            chunked[type(part)] = part
+    inspected: list[tuple[Module, str]] = [(module, "register_buffer")]
+    inspected += [(part, "feed_forward_chunk") for part in chunked.values()]
+    arguments = [*inspect.signature(type(module).forward).parameters]
+    return Models(models, arguments[1:], inspected)  # without self
 
 
 def check_call(
     models: Models, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
 ) -> None:
-    """Refuses masks of bools that a model adds to its scores, and caches that join documents.
+    """Raises for masks of bools that a model adds to its scores, and caches that join documents.
 
-    What a module passes to the models within it is not looked at.
+    Only arguments of the module itself are checked, not what it passes to models within it.
     """
-    given = {**dict(zip(models.arguments, args, strict=False)), **kwargs}
-    for name, masks in given.items() if any(map(adds_its_masks, models.models)) else ():
-        # One for each kind of layer, where there are several.
-        for mask in masks.values() if isinstance(masks, dict) else [masks]:
-            # Of a mask of two dimensions, which says what is padding, the model makes another.
-            added = (
-                name.endswith("attention_mask")
-                and isinstance(mask, Tensor)
-                and mask.ndim > 2
-            )
-            if added and mask.dtype == torch.bool:
-                raise ValueError(
-                    f"{name} is {tree.format_leaf(mask)}, which eager attention would "
-                    "add to its scores, "
-                    "True for 1: pass one to be added, as ps.segment_mask(segments, dtype) makes "
-                    'it, or set_attn_implementation("sdpa")'
-                )
-    asked = given.get("use_cache") or given.get("past_key_values") is not None
-    parts = output if isinstance(output, tuple) else ()
-    filled = any(hasattr(each, "get_seq_length") for each in parts)
-    filled = filled or getattr(output, "past_key_values", None) is not None
-    if models.models and filled and not asked and given.get("position_ids") is not None:
+    if not models.models:
+        return
+    arguments = {**dict(zip(models.arguments, args, strict=False)), **kwargs}
+    if any(has_additive_masks(model) for model in models.models):
+        for name, value in arguments.items():
+            if name.endswith("attention_mask"):
+                _check_mask(name, value)
+    # With a cache, models of transformers take a row for one text, and ignore that position_ids
+    # begin again at each document. Not a matter if the caller asks for the cache.
+    has_positions = arguments.get("position_ids") is not None
+    wants_cache = (
+        arguments.get("use_cache") or arguments.get("past_key_values") is not None
+    )
+    if has_positions and not wants_cache and _has_cache(output):
         raise ValueError(
             "the model has filled a cache, and so takes packed documents for one text whatever "
             "position_ids say: pass use_cache=False, or set model.config.use_cache = False before "
             "from_module"
         )
+
+
+def _check_mask(name: str, value: Any) -> None:
+    """Raises if a mask that eager attention adds to its scores is one of bools."""
+    # Models with several kinds of layers, such as Gemma 3, take a dict with a mask for each kind.
+    masks = value.values() if isinstance(value, dict) else [value]
+    for mask in masks:
+        # From a mask of two dimensions, which marks padding, the model computes the one it adds.
+        if isinstance(mask, Tensor) and mask.ndim > 2 and mask.dtype == torch.bool:
+            raise ValueError(
+                f"{name} is {tree.format_leaf(mask)}, which eager attention would "
+                "add to its scores, "
+                "True for 1: pass one to be added, as ps.segment_mask(segments, dtype) makes "
+                'it, or set_attn_implementation("sdpa")'
+            )
+
+
+def _has_cache(output: Any) -> bool:
+    """Tests if a model has returned a cache of keys and values."""
+    if getattr(output, "past_key_values", None) is not None:
+        return True
+    # With return_dict=False, the cache is one of a tuple.
+    parts = output if isinstance(output, tuple) else ()
+    return any(hasattr(part, "get_seq_length") for part in parts)

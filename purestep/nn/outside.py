@@ -3,8 +3,8 @@
     features = {}
     layer.register_forward_hook(lambda layer, args, out: features.update({layer: out}))
 
-The loss reads ``features[layer]``, but each call of ``apply`` runs on layers made anew. While a
-call runs, the keys of such dicts are the new layers; before and after, they are the module's.
+The loss reads ``features[layer]``, but each call of ``apply`` runs on copies of the layers. So
+while a call runs, the keys of such dicts are the copies; before and after, they are the module's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.nn import Module
 from purestep.torch_private import forward_hooks
 
 _DEPTH = 4
-"""How many steps lead from a hook to a dict: a partial of a method of an object, say."""
+"""How many references lead from a hook to a dict: partial, method, object, its attribute, say."""
 
 
 def find_mappings(module: Module) -> list[Any]:
-    """Finds the dicts and sets that hooks of a module's parts can reach.
+    """Finds the dicts and sets that the hooks of a module's parts can reach.
 
     >>> import torch
     >>> layer, features = torch.nn.Linear(1, 1), {}
@@ -32,63 +32,79 @@ def find_mappings(module: Module) -> list[Any]:
     >>> [mapping is features for mapping in find_mappings(layer)]
     [True]
     """
-    mappings: dict[int, Any] = {}
-    level: list[Any] = [
-        hook for part in module.modules() for hook in forward_hooks(part)
-    ]
+    mappings: list[Any] = []
+    objects: list[Any] = []
+    for part in module.modules():
+        objects += forward_hooks(part)
+    # By id, since not all objects have a hash; with the object, so that no other gets its id.
     seen: dict[int, Any] = {}
     for _ in range(_DEPTH):
-        level = [thing for thing in level if seen.setdefault(id(thing), thing) is thing]
-        following: list[Any] = []
-        for thing in level:
-            if isinstance(thing, dict | set):
-                mappings[id(thing)] = thing
-            elif not isinstance(thing, Module):
-                following += _reachable(thing)
-        level = following
-    return [*mappings.values()]
+        references: list[Any] = []
+        for obj in objects:
+            if id(obj) in seen:
+                continue
+            seen[id(obj)] = obj
+            if isinstance(obj, dict | set):
+                mappings.append(obj)
+            elif not isinstance(obj, Module):
+                references += _find_references(obj)
+        objects = references
+    return mappings
 
 
-def _reachable(thing: Any) -> Iterable[Any]:
-    """The objects to which a function or an object refers."""
-    if isinstance(thing, MethodType):
-        return [thing.__func__, thing.__self__]
-    if isinstance(thing, BuiltinMethodType):
-        return [thing.__self__]
-    if isinstance(thing, partial):
-        return [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, FunctionType):
-        names = thing.__globals__
-        globals_read = [
-            names[name] for name in thing.__code__.co_names if name in names
-        ]
-        return [*(thing.__closure__ or ()), *(thing.__defaults__ or ()), *globals_read]
-    if isinstance(thing, CellType):
+def _find_references(obj: Any) -> Iterable[Any]:
+    """Finds the objects to which a function or an object refers."""
+    if isinstance(obj, MethodType):
+        return [obj.__func__, obj.__self__]
+    if isinstance(obj, BuiltinMethodType):  # ``features.__setitem__``
+        return [obj.__self__]
+    if isinstance(obj, partial):
+        return [obj.func, *obj.args, *obj.keywords.values()]
+    if isinstance(obj, FunctionType):
+        return _find_references_of_function(obj)
+    if isinstance(obj, CellType):
         try:
-            return [thing.cell_contents]
-        except ValueError:  # It is empty yet.
+            return [obj.cell_contents]
+        except ValueError:  # The closure's variable has no value yet.
             return []
-    state = getattr(thing, "__dict__", None)
-    return [*state.values()] if type(state) is dict else []
+    attributes = getattr(obj, "__dict__", None)
+    if type(attributes) is dict:  # A class has a mappingproxy, which is not followed.
+        return [*attributes.values()]
+    return []
+
+
+def _find_references_of_function(function: FunctionType) -> list[Any]:
+    """Finds the cells of a function's closure, its defaults, and the globals that it names."""
+    references: list[Any] = [*(function.__closure__ or ())]
+    references += function.__defaults__ or ()
+    namespace = function.__globals__
+    for name in function.__code__.co_names:
+        if name in namespace:
+            references.append(namespace[name])
+    return references
 
 
 @contextmanager
 def rekey_mappings(
-    mappings: Sequence[Any], parts: Sequence[Module], new_parts: Sequence[Module]
+    mappings: Sequence[Any], parts: Sequence[Module], copies: Sequence[Module]
 ) -> Iterator[None]:
-    """Puts new layers in the place of a module's, as keys and members, while the context lasts."""
+    """Replaces a module's parts by their copies, as keys and members, while the context lasts.
+
+    Also where the call raises, the keys are the module's own parts afterwards.
+    """
     try:
         for mapping in mappings:
-            _rename(mapping, parts, new_parts)
+            _replace_keys(mapping, parts, copies)
         yield
     finally:
         for mapping in mappings:
-            _rename(mapping, new_parts, parts)
+            _replace_keys(mapping, copies, parts)
 
 
-def _rename(
+def _replace_keys(
     mapping: Any, old_keys: Sequence[Module], new_keys: Sequence[Module]
 ) -> None:
+    """Replaces the keys of a dict, or members of a set, that are among ``old_keys``."""
     for old, new in zip(old_keys, new_keys, strict=True):
         if old not in mapping:
             continue

@@ -1,19 +1,20 @@
-"""A module's objects made anew around other tensors, by a plan that is made once.
+"""Copies of a module's objects around other tensors, by a recipe that is made once.
 
-The plan follows attributes, containers and their keys, sets, bound methods, partials, weak
-references and functions that ``torch.compile`` has made. What leads to a part of the module is made
-anew, and so are the containers in the attributes of modules. A number that is the ``id`` of a part
-becomes that of the new part. All else is shared: closures, objects with slots. What a call reaches
-through those is the module itself, which its first call shows.
+Each call of ``apply`` runs on new copies. What leads to a part of the module is copied. So are the
+containers in the attributes of its modules, which a call may fill. Followed are attributes,
+containers and their keys, sets, bound methods, partials, weak references, and functions of
+``torch.compile``. An int that is the ``id`` of a part becomes that of the part's copy.
+
+All else is shared: closures, objects with slots. What a call reaches through those is the module
+itself, and ``first_call`` refuses to compute with it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from inspect import getmembers_static
-from operator import attrgetter
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -23,226 +24,356 @@ from torch import Tensor
 from torch.nn import Module
 
 from purestep import torch_private
-from purestep.torch_private import uncompiled
+from purestep.torch_private import original_function
 
 
 class Recipe(NamedTuple):
-    """How a list of values grows: tensors, containers, objects, and what is made of them.
+    """Recipe for copying a module around new tensors.
 
-    The first containers are the attributes of the objects. ``places`` in containers are filled
-    last, so that things may refer to each other in circles. ``items`` are those of dicts whose keys
-    are made anew: the container, and the positions of key and value.
+    It grows a list of values: tensors, containers, objects, and what is derived from those before.
+    Values are named by their position in this list.
     """
 
     containers: list[Any]
-    objects: list[type]
-    made: list[tuple[Callable[..., Any], list[int]]]
-    places: list[tuple[int, Any, int]]
-    items: list[tuple[int, int, int]]
+    """The containers, which are copied. The first ones are the attributes of the objects."""
+    classes: list[type]
+    """The classes of the objects."""
+    derived: list[tuple[Callable[..., Any], list[int]]]
+    """A function of values that come before, and their positions: a bound method, say."""
+    entries: list[tuple[int, Any, int]]
+    """A container, by its number; a key; and the position of the value that goes there.
+
+    They are written last, when all values exist, so that objects may refer to each other.
+    """
+    rekeyed_entries: list[tuple[int, int, int]]
+    """The same for a dict some of whose keys are copies: the key, too, is a position."""
     root: int
+    """The position of the module."""
 
 
-def rebuild(plan: Recipe, tensors: Sequence[Tensor], evaluates: bool) -> Any:
-    """The module made anew around these tensors; a compiler traces it like any other code."""
-    containers = [each.copy() for each in plan.containers]
-    objects: list[Any] = [object.__new__(kind) for kind in plan.objects]
+def rebuild(recipe: Recipe, tensors: Sequence[Tensor], is_eval: bool) -> Any:
+    """Copies the module around these tensors; ``is_eval`` puts the copy in evaluation mode.
+
+    This runs in each call, so it is a few plain loops; a compiler traces them like other code.
+    """
+    containers = [template.copy() for template in recipe.containers]
+    # Without __init__, which would make parameters of its own.
+    objects: list[Any] = [object.__new__(cls) for cls in recipe.classes]
     values = [*tensors, *containers, *objects]
-    for make, parts in plan.made:
-        values.append(make(*[values[part] for part in parts]))
-    for index, key, part in plan.places:
-        containers[index][key] = values[part]
-    for index, key, part in plan.items:
-        containers[index][values[key]] = values[part]
-    compiling = torch.compiler.is_dynamo_compiling()
-    for new, attributes in zip(objects, containers, strict=False):
-        if evaluates and isinstance(new, Module):
+    for derive, positions in recipe.derived:
+        parts = [values[position] for position in positions]
+        values.append(derive(*parts))
+    for number, key, position in recipe.entries:
+        containers[number][key] = values[position]
+    for number, key_position, position in recipe.rekeyed_entries:
+        containers[number][values[key_position]] = values[position]
+    is_traced = torch.compiler.is_dynamo_compiling()
+    # The containers of no object come last, and are left out here.
+    for obj, attributes in zip(objects, containers, strict=False):
+        if is_eval and isinstance(obj, Module):
             attributes["training"] = False
-        if not compiling:
-            new.__dict__.update(attributes)
-            continue
-        if isinstance(new, Module) and "forward" not in attributes:
-            # Of methods that a compiler finds in an object it has made, it does not know closures.
-            attributes["forward"] = partial(type(new).forward, new)
-            torch_private.call_forward_of_object(attributes)
-        # torch 2.11's compiler knows no ``update`` of ``__dict__``.
-        for name, value in attributes.items():
-            new.__dict__[name] = value
-    return values[plan.root]
+        if is_traced:
+            _set_attributes_in_trace(obj, attributes)
+        else:
+            obj.__dict__.update(attributes)
+    return values[recipe.root]
+
+
+def _set_attributes_in_trace(obj: Any, attributes: dict[str, Any]) -> None:
+    """Sets the attributes of an object that was made in a trace."""
+    if isinstance(obj, Module) and "forward" not in attributes:
+        # Dynamo loses the closures of methods on objects made in the trace, so bind ``forward``.
+        attributes["forward"] = partial(type(obj).forward, obj)
+        torch_private.call_forward_of_object(attributes)
+    # torch 2.11's compiler knows no ``update`` of ``__dict__``.
+    for name, value in attributes.items():
+        obj.__dict__[name] = value
 
 
 def make_recipe(
     module: Module, tensors: Sequence[Tensor], shared: Sequence[Any] = ()
 ) -> Recipe:
-    """A plan in which these tensors of the module are open, and ``shared`` things stay as they are.
+    """Makes the recipe in which these tensors of the module are replaced.
+
+    ``shared`` are objects that stay as they are, and are not followed.
 
     >>> module = torch.nn.Linear(2, 2, bias=False)
-    >>> plan = make_recipe(module, [module.weight])
-    >>> doubled = rebuild(plan, [2 * module.weight], evaluates=False)
+    >>> recipe = make_recipe(module, [module.weight])
+    >>> doubled = rebuild(recipe, [2 * module.weight], is_eval=False)
     >>> torch.equal(doubled(torch.ones(2)), 2 * module(torch.ones(2)))
     True
     """
-    anew = _made_anew(module, tensors, {id(thing) for thing in shared})
-    objects = [each for each in anew.values() if _is_object(each)]
-    containers = [
-        *map(vars, objects),
-        *[t for t in anew.values() if type(t) in _CONTAINERS],
-    ]
-    first = [*tensors, *containers, *objects]
-    at = {id(each): position for position, each in enumerate(first)}
-    copies = [each.copy() for each in containers]
-    plan = Recipe(copies, [type(each) for each in objects], [], [], [], at[id(module)])
-    parts_by_id = _parts_by_id(module, tensors)
-
-    def made(make: Callable[..., Any], parts: list[int]) -> int:
-        plan.made.append((make, parts))
-        return len(first) + len(plan.made) - 1
-
-    def position_of(thing: Any) -> int:
-        if type(thing) is int and thing in parts_by_id:
-            return made(id, [at[thing]])
-        if id(thing) not in at:
-            maker = _maker(thing) if id(thing) in anew else None
-            parts = [position_of(part) for _, part in _parts(thing)] if maker else []
-            at[id(thing)] = made(maker or (lambda: thing), parts)
-        return at[id(thing)]
-
-    def is_new(thing: Any) -> bool:
-        return id(thing) in anew or (type(thing) is int and thing in parts_by_id)
-
-    for index, thing in enumerate(containers):
-        if isinstance(thing, dict) and any(map(is_new, thing)):
-            copies[index].clear()  # Filled again in its order.
-            for key, part in thing.items():
-                plan.items.append((index, position_of(key), position_of(part)))
-            continue
-        for key, part in _parts(thing):
-            if is_new(part):
-                copies[index][key] = None
-                plan.places.append((index, key, position_of(part)))
-    for index, thing in enumerate(objects):
-        for name, method in getmembers_static(
-            type(thing), lambda each: type(each) is _CACHED
-        ):
-            # Its cache would keep the object of each call.
-            bound = made(partial(_bind, method.__wrapped__), [at[id(thing)]])
-            plan.places.append((index, name, bound))
-    return plan
+    builder = _RecipeBuilder(module, tensors, shared)
+    builder.add_entries()
+    builder.add_cached_methods()
+    return builder.recipe
 
 
-def tensors_held_by(module: Module) -> Iterator[tuple[str, Any]]:
-    """What modules hold in attributes, and in containers there: tensors, containers and modules.
+class _RecipeBuilder:
+    """Finds what is copied, numbers these values, and notes what goes where."""
+
+    def __init__(
+        self, module: Module, tensors: Sequence[Tensor], shared: Sequence[Any]
+    ) -> None:
+        parts = [*module.modules(), *tensors]
+        self._parts_by_id = {id(part): part for part in parts}
+        shared_ids = {id(value) for value in shared}
+        holders = _find_holders(module, self._parts_by_id, shared_ids)
+        self._copied = _find_copied(module, tensors, holders)
+        self._objects: list[Any] = []
+        plain_containers: list[Any] = []
+        for value in self._copied.values():
+            if _is_plain_object(value):
+                self._objects.append(value)
+            elif type(value) in _CONTAINERS:
+                plain_containers.append(value)
+        self._containers: list[Any] = [vars(obj) for obj in self._objects]
+        self._containers += plain_containers
+        values = [*tensors, *self._containers, *self._objects]
+        self._num_values = len(values)
+        self._positions: dict[int, int] = {}
+        for position, value in enumerate(values):
+            self._positions[id(value)] = position
+        self.recipe = Recipe(
+            containers=[container.copy() for container in self._containers],
+            classes=[type(obj) for obj in self._objects],
+            derived=[],
+            entries=[],
+            rekeyed_entries=[],
+            root=self._positions[id(module)],
+        )
+
+    def add_entries(self) -> None:
+        """Notes the entries of all containers that are copies, in themselves or by their keys."""
+        for number, container in enumerate(self._containers):
+            if self._has_copied_keys(container):
+                self._add_rekeyed_entries(number, container)
+            else:
+                self._add_entries_of(number, container)
+
+    def _has_copied_keys(self, container: Any) -> bool:
+        """Tests if a container is a dict in which a key differs between copies."""
+        if not isinstance(container, dict):
+            return False
+        return any(self._is_copied(key) for key in container)
+
+    def _add_entries_of(self, number: int, container: Any) -> None:
+        """Notes the entries of a container that are copies; its template keeps the others."""
+        template = self.recipe.containers[number]
+        for key, value in _parts_of(container):
+            if self._is_copied(value):
+                template[key] = None  # So that the recipe does not hold the original.
+                position = self._find_position(value)
+                self.recipe.entries.append((number, key, position))
+
+    def _add_rekeyed_entries(self, number: int, container: dict[Any, Any]) -> None:
+        """Notes all entries of a dict, as a key that is replaced would move to its end."""
+        self.recipe.containers[number].clear()
+        for key, value in container.items():
+            key_position = self._find_position(key)
+            position = self._find_position(value)
+            self.recipe.rekeyed_entries.append((number, key_position, position))
+
+    def add_cached_methods(self) -> None:
+        """Notes methods with ``functools.cache``, which the copies get without a cache.
+
+        The class's cache would keep the copies of each call, as its arguments.
+        """
+        for number, obj in enumerate(self._objects):
+            owner = self._positions[id(obj)]
+            for name, method in getmembers_static(type(obj), _is_cached_function):
+                bind = partial(_bind, method.__wrapped__)
+                position = self._add_derived(bind, [owner])
+                self.recipe.entries.append((number, name, position))
+
+    def _is_copied(self, value: Any) -> bool:
+        """Tests if a value differs between copies."""
+        return id(value) in self._copied or self._is_id_of_part(value)
+
+    def _is_id_of_part(self, value: Any) -> bool:
+        """Tests if a value is the id of a part: ``self.scale = {id(layer.weight): 3.0}``."""
+        return type(value) is int and value in self._parts_by_id
+
+    def _find_position(self, value: Any) -> int:
+        """Returns the position of a value, which is noted first where it has none yet."""
+        if self._is_id_of_part(value):
+            return self._add_derived(id, [self._positions[value]])
+        if id(value) in self._positions:
+            return self._positions[id(value)]
+        if id(value) in self._copied:
+            parts = [self._find_position(part) for _, part in _parts_of(value)]
+            position = self._add_derived(_constructor_of(value), parts)
+        else:
+            position = self._add_derived(lambda: value, [])
+        self._positions[id(value)] = position
+        return position
+
+    def _add_derived(self, derive: Any, positions: list[int]) -> int:
+        """Notes a value that is a function of others, and returns its position."""
+        self.recipe.derived.append((derive, positions))
+        self._num_values += 1
+        return self._num_values - 1
+
+
+def named_contents(module: Module) -> Iterator[tuple[str, Any]]:
+    """Iterates over what modules hold in attributes, and in containers there, with its path.
+
+    Yields tensors, containers and modules, each once.
 
     >>> module = torch.nn.Linear(2, 2)
     >>> module.seen = {"last": [torch.zeros(3)]}
     >>> module.seen["itself"] = module.seen
-    >>> [path for path, each in tensors_held_by(module) if isinstance(each, Tensor)]
+    >>> [path for path, value in named_contents(module) if isinstance(value, Tensor)]
     ['_parameters[weight]', '_parameters[bias]', 'seen[last][0]']
     """
-    seen = set[int]()
-    todo: list[tuple[str, Any]] = [*module.named_modules()]
-    for path, thing in todo:
-        if id(thing) not in seen and isinstance(
-            thing, (*_CONTAINERS, tuple, Tensor, Module)
-        ):
-            seen.add(id(thing))
-            name = "{}.{}" if isinstance(thing, Module) else "{}[{}]"
-            todo += [
-                (name.format(path, key).strip("."), part) for key, part in _parts(thing)
-            ]
-            yield path, thing
-
-
-def _made_anew(
-    module: Module, tensors: Sequence[Tensor], shared: Collection[int]
-) -> dict[int, Any]:
-    """What leads to the module or to one of these tensors, and what its modules' calls may fill."""
-    holders: dict[int, list[Any]] = {id(module): []}
-    parts_by_id = _parts_by_id(module, tensors)
-    todo: list[Any] = [module]
-    for thing in todo:
-        if id(thing) in shared:
+    seen: set[int] = set()
+    queue: list[tuple[str, Any]] = [*module.named_modules()]
+    for path, value in queue:  # It grows on the way.
+        is_followed = isinstance(value, (*_CONTAINERS, tuple, Tensor, Module))
+        if not is_followed or id(value) in seen:
             continue
-        keys = [*thing] if isinstance(thing, dict) else []
-        for part in [*keys, *(part for _, part in _parts(thing))]:
-            # An int is no object to follow, but may be the id of one.
-            target = parts_by_id.get(part, part) if type(part) is int else part
+        seen.add(id(value))
+        for key, part in _parts_of(value):
+            name = f"{path}[{key}]"
+            if isinstance(value, Module):
+                name = f"{path}.{key}".removeprefix(".")  # The module's own path is "".
+            queue.append((name, part))
+        yield path, value
+
+
+def _find_holders(
+    module: Module, parts_by_id: dict[int, Any], shared: Collection[int]
+) -> dict[int, list[Any]]:
+    """Finds all that a module leads to: the id of each object, and the objects that hold it."""
+    holders: dict[int, list[Any]] = {id(module): []}
+    queue: list[Any] = [module]
+    for holder in queue:  # It grows on the way.
+        if (
+            id(holder) in shared
+        ):  # Dicts outside of the module, whose keys ``outside`` replaces.
+            continue
+        targets = [part for _, part in _parts_of(holder)]
+        if isinstance(holder, dict):
+            targets += holder  # its keys
+        for target in targets:
+            if type(target) is int:
+                # It is no object to follow, but may be the id of one.
+                target = parts_by_id.get(target, target)
             if id(target) not in holders:
-                todo.append(target)
-            holders.setdefault(id(target), []).append(thing)
-    anew: dict[int, Any] = {}
-    todo = [*module.modules(), *tensors]
-    todo += [each for _, each in tensors_held_by(module) if type(each) in _CONTAINERS]
-    for thing in todo:
-        if id(thing) not in anew and _maker(thing) is not None:
-            anew[id(thing)] = thing
-            todo += holders.get(id(thing), ())
-    return anew
+                holders[id(target)] = []
+                queue.append(target)
+            holders[id(target)].append(holder)
+    return holders
 
 
-def _parts_by_id(module: Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
-    """The module's parts by their ids, under which a module may look them up."""
-    return {id(part): part for part in [*module.modules(), *tensors]}
+def _find_copied(
+    module: Module, tensors: Sequence[Tensor], holders: dict[int, list[Any]]
+) -> dict[int, Any]:
+    """Finds what is copied, by id: what leads to parts, and what modules' calls may fill."""
+    copied: dict[int, Any] = {}
+    queue: list[Any] = [*module.modules(), *tensors]
+    for _, value in named_contents(module):
+        # A call may fill these: with ``self.log.append(x)``, the module's own log stays empty.
+        if type(value) in _CONTAINERS:
+            queue.append(value)
+    for value in queue:  # It grows on the way.
+        if id(value) not in copied and _constructor_of(value) is not None:
+            copied[id(value)] = value
+            # What refers to a copy is itself another object in each call.
+            queue += holders.get(id(value), ())
+    return copied
 
 
 def _bind(function: Any, owner: Any) -> Any:
     """Makes a function a method of ``owner``."""
     if torch.compiler.is_dynamo_compiling():
-        return partial(
-            function, owner
-        )  # torch 2.11's compiler knows no ``__get__`` of functions.
+        # torch 2.11's compiler knows no ``__get__`` of functions.
+        return partial(function, owner)
     return function.__get__(owner)
+
+
+def _is_cached_function(member: Any) -> bool:
+    """Tests if a member of a class is a function with ``functools.cache`` or ``lru_cache``."""
+    return type(member) is _CACHED
+
+
+class _Rule(NamedTuple):
+    """How an immutable object is copied: from its parts, of which some are copies."""
+
+    split: Callable[[Any], Iterable[Any]]
+    join: Callable[..., Any]
 
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
 _ATOMS = (str, bytes, int, float, complex, type, ModuleType, Tensor)
 _CACHED = type(cache(len))
-_MADE: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
-    MethodType: (attrgetter("__func__", "__self__"), _bind),
-    partial: (
-        attrgetter("func", "args", "keywords"),
-        lambda f, args, kw: partial(f, *args, **kw),
+_RULES: dict[type, _Rule] = {
+    MethodType: _Rule(
+        split=lambda method: (method.__func__, method.__self__),
+        join=_bind,
     ),
-    ref: (lambda to: (to(),), ref),
-    set: (tuple, lambda *members: set(members)),
-    frozenset: (tuple, lambda *members: frozenset(members)),
+    partial: _Rule(
+        split=lambda function: (function.func, function.args, function.keywords),
+        join=lambda func, args, keywords: partial(func, *args, **keywords),
+    ),
+    ref: _Rule(split=lambda reference: (reference(),), join=ref),
+    set: _Rule(split=tuple, join=lambda *members: set(members)),
+    frozenset: _Rule(split=tuple, join=lambda *members: frozenset(members)),
 }
-"""The parts of such a thing, and what makes one of them."""
 
 
-def _parts(thing: Any) -> list[tuple[Any, Any]]:
-    """The keys and values of a thing: those that its maker takes, where it has one."""
-    kind = type(thing)
-    if (original := uncompiled(thing)) is not None:
+def _parts_of(value: Any) -> list[tuple[Any, Any]]:
+    """Returns the keys and values that an object holds; of a rule, what it joins."""
+    cls = type(value)
+    original = original_function(value)
+    if original is not None:
         return [(0, original)]
-    if kind in _MADE:
-        return [*enumerate(_MADE[kind][0](thing))]
-    if issubclass(kind, dict):
-        return [*thing.items()]
-    if issubclass(kind, list | deque | tuple):
-        return [*enumerate(thing)]
-    state = None if issubclass(kind, _ATOMS) else getattr(thing, "__dict__", None)
-    return [*state.items()] if type(state) is dict else []
+    if cls in _RULES:
+        return [*enumerate(_RULES[cls].split(value))]
+    if issubclass(cls, dict):
+        return [*value.items()]
+    if issubclass(cls, list | deque | tuple):
+        return [*enumerate(value)]
+    if issubclass(cls, _ATOMS):
+        return []
+    attributes = getattr(value, "__dict__", None)
+    if type(attributes) is dict:
+        return [*attributes.items()]
+    return []
 
 
-def _maker(thing: Any) -> Callable[..., Any] | None:
-    """What makes such a thing of its parts; None where it is shared."""
-    kind = type(thing)
-    if uncompiled(thing) is not None:
-        return lambda original: original  # The step itself is what is to be compiled.
-    if issubclass(kind, tuple):
-        return kind if hasattr(kind, "_fields") else lambda *parts: kind(parts)
-    if issubclass(kind, Tensor) or kind in _CONTAINERS or _is_object(thing):
-        return lambda: thing
-    return _MADE[kind][1] if kind in _MADE else None
+def _constructor_of(value: Any) -> Callable[..., Any] | None:
+    """Returns the function that copies such an object from its parts; None if it is shared.
+
+    Tensors, containers and plain objects have positions from the start, so theirs is never called.
+    """
+    cls = type(value)
+    if original_function(value) is not None:
+        # A compiled function was bound to the module's own tensors. The copy runs uncompiled: the
+        # step itself is what is to be compiled.
+        return lambda original: original
+    if issubclass(cls, tuple):
+        if hasattr(cls, "_fields"):  # A NamedTuple takes its fields one by one.
+            return cls
+        return lambda *parts: cls(parts)
+    if issubclass(cls, Tensor) or cls in _CONTAINERS or _is_plain_object(value):
+        return lambda: value
+    if cls in _RULES:
+        return _RULES[cls].join
+    return None
 
 
-def _is_object(thing: Any) -> bool:
-    """Whether all that there is to a thing is its ``__dict__``."""
-    kind = type(thing)
-    if kind in _MADE or not isinstance(getattr(thing, "__dict__", None), dict):
+def _is_plain_object(value: Any) -> bool:
+    """Tests if an object is its class and its ``__dict__``, and nothing else."""
+    cls = type(value)
+    attributes = getattr(value, "__dict__", None)
+    if cls in _RULES or not isinstance(attributes, dict):
         return False
     try:
-        object.__new__(kind)
-    except TypeError:
+        object.__new__(cls)
+    except (
+        TypeError
+    ):  # A subclass of a built-in type, such as dict, or an abstract class.
         return False
-    return not any(getattr(base, "__slots__", ()) for base in kind.__mro__)
+    # Slots hold values that are not in ``__dict__``, and would be missing in a copy.
+    return not any(getattr(base, "__slots__", ()) for base in cls.__mro__)

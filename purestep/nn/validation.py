@@ -1,4 +1,4 @@
-"""Modules and parameters that ``from_module`` refuses, with the way out."""
+"""Refuses modules, params and names that ``from_module`` cannot run rightly, with the way out."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from torch.nn import (
 from torch.nn.parameter import is_lazy
 
 from purestep import tree
-from purestep.torch_private import hooks_backward
+from purestep.torch_private import has_backward_hooks
 
 _WRAPPERS = {
     "DistributedDataParallel": "pass module.module, and ps.MeshAxis to the step",
@@ -26,33 +26,22 @@ _WRAPPERS = {
     "OptimizedModule": "pass the module itself, and compile=True to the step",
     "ScriptModule": "pass the module that it was made of",
 }
+"""Classes that are refused. By name, since a torch without ``torch.distributed`` lacks some."""
 _BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
-_OF_THE_CUT = (
+_CUT_HINT = (
     "without them updates depend on the cut: keep them, or take GroupNorm or LayerNorm"
 )
+_MAX_NAMES = 5
+"""How many names an error shows."""
 
 
 def check_module(module: Module) -> None:
-    """Refuses what is no plain module with values."""
+    """Raises if a module is wrapped, has no values yet, or cannot be copied for each call."""
     if not isinstance(module, Module):
         raise TypeError(f"from_module takes an nn.Module, got {type(module).__name__}")
-    for name, each in module.named_modules():
+    for name, part in module.named_modules():
         path = f"{type(module).__name__}.{name}".removesuffix(".")
-        for wrapper in {
-            base.__name__ for base in type(each).__mro__
-        } & _WRAPPERS.keys():
-            raise TypeError(
-                f"{path} is a {wrapper}, no plain module: {_WRAPPERS[wrapper]}"
-            )
-        slots = [base for base in type(each).__mro__ if getattr(base, "__slots__", ())]
-        if slots and [*each.parameters()]:
-            raise TypeError(
-                f"{path} has __slots__, which copies lack: remove it from the class"
-            )
-        if getattr(each, "scale_grad_by_freq", False):
-            raise ValueError(
-                f"{path}.scale_grad_by_freq makes updates depend on the cut: unset it"
-            )
+        _check_part(path, part)
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor) or tensor.is_meta:
             raise ValueError(
@@ -60,23 +49,36 @@ def check_module(module: Module) -> None:
             )
 
 
-def check_params(
+def _check_part(path: str, part: Module) -> None:
+    """Raises if one module of a module, by itself, cannot be a part of a pure function."""
+    bases = type(part).__mro__
+    for base in bases:
+        if base.__name__ in _WRAPPERS:
+            raise TypeError(
+                f"{path} is a {base.__name__}, no plain module: {_WRAPPERS[base.__name__]}"
+            )
+    # A copy is a new object with the same __dict__, in which slots are not. Parts without
+    # parameters are shared instead of copied.
+    has_slots = any(getattr(base, "__slots__", ()) for base in bases)
+    if has_slots and [*part.parameters()]:
+        raise TypeError(
+            f"{path} has __slots__, which copies lack: remove it from the class"
+        )
+    # It divides a row's gradient by how often the microbatch has the token, not the batch.
+    if getattr(part, "scale_grad_by_freq", False):
+        raise ValueError(
+            f"{path}.scale_grad_by_freq makes updates depend on the cut: unset it"
+        )
+
+
+def check_trained(
     params: Mapping[str, Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Refuses params without a gradient, with hooks, or in the memory of other tensors."""
-    first: dict[int, str] = {}
-    for name, tensor in tensors.items():  # Those that train stand first.
-        address = tensor.data_ptr() if tensor.layout is torch.strided else 0
-        other = (
-            first.setdefault(address, name)
-            if name in params
-            else first.get(address, name)
-        )
-        if address and other != name:
-            raise ValueError(
-                f"{other}, which trains, shares memory with {name}, which would not follow it: let "
-                f"both be one Parameter (a.weight = b.weight), or compute {name} in forward"
-            )
+    """Raises if params cannot have a gradient, have hooks, or share memory with other tensors.
+
+    ``tensors`` are all tensors of the module, the params first.
+    """
+    _check_memory(params, tensors)
     for name, p in params.items():
         if not p.is_floating_point():
             raise TypeError(
@@ -84,54 +86,95 @@ def check_params(
                 "no gradient here: "
                 "leave it out, or hold a complex one as torch.view_as_real(p)"
             )
-        if hooks_backward([p]):
+        if has_backward_hooks([p]):
             raise TypeError(
                 f"{name} has a hook on its gradient, which apply leaves out: remove it, and do the "
                 "same in a Transform before the optimizer (ps.optim.chain)"
             )
 
 
-def written_in_training(module: Module) -> list[str]:
-    """The buffers to which a module's parts write when it trains, as BatchNorm does, by name.
+def _check_memory(
+    params: Mapping[str, Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """Raises if a param begins at the same address as another tensor.
 
-    For a BatchNorm without running statistics, a name that no buffer has, and why.
+    With ``b.weight.data = a.weight.data``, an optimizer that updates ``a.weight`` updates both. Two
+    tensors that do not train may share memory.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        address = tensor.data_ptr() if tensor.layout is torch.strided else 0
+        if not address:  # Sparse, or without elements.
+            continue
+        if address in names:
+            raise ValueError(
+                f"{names[address]}, which trains, shares memory with {name}, which would not "
+                "follow it: let "
+                f"both be one Parameter (a.weight = b.weight), or compute {name} in forward"
+            )
+        if name in params:
+            names[address] = name
 
-    >>> written_in_training(torch.nn.BatchNorm1d(2))
+
+def find_written_buffers(module: Module) -> list[str]:
+    """Finds the buffers to which a module's parts write in training, as BatchNorm does, by name.
+
+    For a BatchNorm without running statistics, gives a name that no buffer has, and why: each call
+    lacks it, so that each is refused.
+
+    >>> find_written_buffers(torch.nn.BatchNorm1d(2))
     ['running_mean', 'running_var', 'num_batches_tracked']
     """
     names = []
-    for path, each in module.named_modules():
-        if isinstance(each, _BATCH_NORMS) and each.running_mean is None:
-            names += [f"statistics of {path} ({_OF_THE_CUT})"]
-        elif each.training and getattr(each, "track_running_stats", False):
-            names += [
-                f"{path}.{name}".removeprefix(".") for name, _ in each.named_buffers()
-            ]
+    for path, part in module.named_modules():
+        if isinstance(part, _BATCH_NORMS) and part.running_mean is None:
+            names.append(f"statistics of {path} ({_CUT_HINT})")
+        elif part.training and getattr(part, "track_running_stats", False):
+            for name, _ in part.named_buffers():
+                names.append(f"{path}.{name}".removeprefix("."))
     return names
 
 
 def check_names(
-    what: str, given: Any, known: Collection[str], needed: Collection[str], way_out: str
+    what: str,
+    mapping: Any,
+    allowed: Collection[str],
+    required: Collection[str],
+    hint: str,
 ) -> None:
-    """Refuses a mapping that lacks a name, or has one too many."""
-    if not isinstance(given, Mapping):
-        kind = type(given).__name__
-        raise TypeError(
-            f"{what} is a {kind}, no mapping by name: call apply(params, ...)"
-        )
-    missing = [name for name in needed if name not in given]
-    unknown = [name for name in given if name not in known]
-    if unknown or missing:
-        raise ValueError(
-            f"{what} lacks {listed(missing)}, and has no place for {listed(unknown)}: {way_out}"
-        )
+    """Raises if a mapping lacks a required name, or has one that is not allowed.
 
-
-def listed(names: Iterable[str]) -> str:
-    """The first five names.
-
-    >>> listed("abcdef")
-    'a, b, c, d, e, ...'
+    >>> check_names("params", {"bias": 0}, ["weight"], ["weight"], "pass those of from_module")
+    Traceback (most recent call last):
+    ...
+    ValueError: params lacks weight, and has no place for bias: pass those of from_module
     """
-    first, *others = [*names] or ["none"]
-    return ", ".join([first, *others[:4], *(["..."] if others[4:] else [])])
+    if not isinstance(mapping, Mapping):
+        raise TypeError(
+            f"{what} is a {type(mapping).__name__}, no mapping by name: "
+            "call apply(params, ...)"
+        )
+    missing = [name for name in required if name not in mapping]
+    unknown = [name for name in mapping if name not in allowed]
+    if missing or unknown:
+        raise ValueError(
+            f"{what} lacks {format_names(missing)}, and has no place for "
+            f"{format_names(unknown)}: {hint}"
+        )
+
+
+def format_names(names: Iterable[str]) -> str:
+    """Formats the first five names.
+
+    >>> format_names("abcdef")
+    'a, b, c, d, e, ...'
+    >>> format_names([])
+    'none'
+    """
+    names = [*names]
+    if not names:
+        return "none"
+    shown = names[:_MAX_NAMES]
+    if len(names) > _MAX_NAMES:
+        shown.append("...")
+    return ", ".join(shown)

@@ -1,4 +1,4 @@
-"""Optimizers as pure functions: what they are, transforms, schedules, recipes."""
+"""Provides optimizers as pure functions: transforms, schedules and the usual optimizers."""
 
 import torch
 
@@ -8,7 +8,6 @@ from purestep.optim.optimizers import (
     DescentState,
     LionState,
     adamw,
-    descend,
     lion,
     sgd,
 )
@@ -32,7 +31,7 @@ from purestep.optim.transforms import (
 )
 from purestep.optim.wrappers import EmaState, MasterState, ema, master_weights
 
-# Tuples of tensors, which ``torch.load`` may make: of others' classes it loads nothing.
+# These are tuples of tensors. ``torch.load`` refuses classes that are not in its list.
 torch.serialization.add_safe_globals(
     [
         AdamState,
@@ -46,31 +45,34 @@ torch.serialization.add_safe_globals(
     ]
 )
 
-__all__ = ["Optimizer", "Transform", "chain"]
-__all__ += [
+__all__ = [
+    "Optimizer",
+    "Transform",
+    "chain",
     "clip_by_global_norm",
     "momentum",
     "MomentumState",
     "scale_by_adam",
     "AdamState",
-]
-__all__ += [
     "add_decayed_weights",
     "Mask",
-    "descend",
     "DescentState",
     "sgd",
     "adamw",
     "AdamWState",
-]
-__all__ += ["lion", "LionState", "from_torch", "TorchState", "partition"]
-__all__ += [
+    "lion",
+    "LionState",
+    "from_torch",
+    "TorchState",
+    "partition",
     "master_weights",
     "MasterState",
     "ema",
     "EmaState",
     "LearningRate",
     "Schedule",
+    "linear_schedule",
+    "cosine_decay_schedule",
+    "warmup_cosine_decay_schedule",
+    "join_schedules",
 ]
-__all__ += ["linear_schedule", "cosine_decay_schedule", "warmup_cosine_decay_schedule"]
-__all__ += ["join_schedules"]

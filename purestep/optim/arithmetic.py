@@ -1,8 +1,8 @@
-"""The arithmetic of optimizers, twice: pure on one leaf, and in place on columns of leaves.
+"""Defines the arithmetic of optimizers twice: pure on one leaf, and in place on columns of leaves.
 
-A formula is written once, for either. It calls ``ops.add_(x, y)``, which may write to ``x``, and
-goes on with what comes back. So the same lines are differentiable operations on tensors, and a few
-foreach kernels for all leaves of a dtype. On the host both give the same bits.
+A formula is written once for both: it calls an operation such as ``ops.add_(x, y)``, which may
+write to ``x``, and continues with the result. So the same lines are differentiable operations on
+tensors, and a few foreach kernels for all leaves of a dtype. On the host both give the same bits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Number: TypeAlias = float | Tensor
 
 
 class Arithmetic(Protocol):
-    """What a formula may do, on leaves or on columns of one dtype and device.
+    """Lists the operations of a formula, on leaves or on columns of one dtype and device.
 
-    Operations whose names end in ``_`` may write to their first argument. The formula goes on with
-    what they return, in the wider dtype of both arguments. Params and state are rounded to their
-    dtypes when the formula has ended.
+    Operations whose names end in ``_`` may write to their first argument. The formula continues
+    with the result, which has the wider dtype of both arguments. Params and state are rounded to
+    their dtypes when the formula has ended.
     """
 
     def cast(self, x: Any, like: Any) -> Any:
@@ -66,59 +66,63 @@ class Arithmetic(Protocol):
 
 
 class LeafArithmetic:
-    """Plain operations on one leaf, for every transform and compiler."""
+    """Computes by plain operations on one leaf, which every transform and compiler follows."""
 
     def cast(self, x: Tensor, like: Tensor) -> Tensor:
-        """Returns x in the dtype of ``like``."""
+        """Returns x in the dtype of ``like``; x itself if it has that."""
         return x.to(like.dtype)
 
     def assign_(self, x: Tensor, y: Tensor) -> Tensor:
-        """Returns y, to which nothing writes."""
+        """Returns the values of y, in other memory than y's if anything writes in place."""
         return y
 
     def add_(self, x: Tensor, y: Tensor | float, alpha: Number = 1) -> Tensor:
-        """Adds with one rounding, as kernels do with their ``alpha``."""
-        if isinstance(alpha, Tensor):
-            assert isinstance(y, Tensor)
-            return torch.addcmul(x, y, alpha.to(torch.promote_types(x.dtype, y.dtype)))
-        return torch.add(x, y, alpha=alpha)
+        """Computes x + alpha · y with one rounding, as kernels do with their ``alpha``."""
+        if not isinstance(alpha, Tensor):
+            return torch.add(x, y, alpha=alpha)
+        assert isinstance(y, Tensor)
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        return torch.addcmul(x, y, alpha.to(dtype))
 
     def mul(self, x: Tensor, factor: Number) -> Tensor:
-        """Multiplies by a number, which must not promote a leaf that is a scalar."""
+        """Computes x · factor."""
         return x * as_scalar(factor, x)
 
     mul_ = mul
 
     def div(self, x: Tensor, divisor: Tensor) -> Tensor:
-        """Divides by a leaf or by a scalar, which must not promote either."""
+        """Computes x / divisor, of a leaf or of a scalar tensor."""
         return x / as_scalar(divisor, x)
 
     div_ = div
 
     def lerp(self, x: Tensor, y: Tensor, weight: Number) -> Tensor:
-        """Moves x towards y."""
+        """Computes x + weight · (y − x)."""
         return torch.lerp(x, y, as_scalar(weight, x))
 
     lerp_ = lerp
 
     def addcmul_(self, x: Tensor, y: Tensor, z: Tensor, value: float) -> Tensor:
-        """Adds a product."""
+        """Computes x + value · y · z."""
         return torch.addcmul(x, y, z, value=value)
 
     def sqrt(self, x: Tensor) -> Tensor:
-        """Takes the root, see ``root``."""
-        return root(x)
+        """Computes √x, whose derivative at 0 is 0; see ``safe_sqrt``."""
+        return safe_sqrt(x)
 
     def sign(self, x: Tensor) -> Tensor:
-        """Takes the sign."""
+        """Computes the sign of x."""
         return x.sign()
 
 
 class ForeachArithmetic:
-    """Foreach kernels on columns. No operation writes to a column in half precision."""
+    """Computes the same by foreach kernels on columns of one dtype and device.
+
+    No operation writes to a column in half precision: the result has a wider dtype.
+    """
 
     def cast(self, x: Column, like: Column) -> Column:
-        """Returns x in the dtype of ``like``."""
+        """Returns x in the dtype of ``like``; x itself if it has that."""
         return foreach.cast(x, like)
 
     def assign_(self, x: Column, y: Column) -> Column:
@@ -127,43 +131,57 @@ class ForeachArithmetic:
         return x
 
     def add_(self, x: Column, y: Column | float, alpha: Number = 1) -> Column:
-        """Adds in place, in the wider dtype of both: CUDA's kernels take one dtype."""
+        """Adds alpha · y to x in place, if x has the wider dtype of both."""
         if not isinstance(y, Sequence):
             foreach.add_(x, y)
             return x
         alpha = foreach.as_number(alpha, y[0])
-        if isinstance(alpha, Tensor):  # on a device, which no kernel takes as ``alpha``
-            y, alpha = foreach.mul(y, alpha), 1
+        if isinstance(alpha, Tensor):
+            # It lies on a device, and no kernel takes it as ``alpha``.
+            y = foreach.mul(y, alpha)
+            alpha = 1
         if x[0].dtype != y[0].dtype:
-            is_wider = torch.promote_types(x[0].dtype, y[0].dtype) == x[0].dtype
-            x, y = (x, self.cast(y, x)) if is_wider else (self.cast(x, y), y)
+            # CUDA's kernels take one dtype.
+            wider_dtype = torch.promote_types(x[0].dtype, y[0].dtype)
+            if x[0].dtype == wider_dtype:
+                y = foreach.cast(y, x)
+            else:
+                x = foreach.cast(x, y)
         foreach.add_(x, y, alpha=alpha)
         return x
 
     def mul(self, x: Column, factor: Number) -> Column:
-        """Multiplies."""
-        return foreach.mul(x, foreach.as_number(factor, x[0]))
+        """Computes x · factor."""
+        factor = foreach.as_number(factor, x[0])
+        return foreach.mul(x, factor)
 
     def mul_(self, x: Column, factor: Number) -> Column:
-        """Multiplies in place."""
-        foreach.mul_(x, foreach.as_number(factor, x[0]))
+        """Multiplies x in place."""
+        factor = foreach.as_number(factor, x[0])
+        foreach.mul_(x, factor)
         return x
 
     def div(self, x: Column, divisor: Tensor) -> Column:
-        """Divides by a scalar tensor."""
-        return foreach.div(x, foreach.as_number(divisor, x[0]))
+        """Computes x / divisor, of a scalar tensor."""
+        number = foreach.as_number(divisor, x[0])
+        return foreach.div(x, number)
 
     def div_(self, x: Column, y: Column | Tensor) -> Column:
-        """Divides in place."""
-        foreach.div_(x, foreach.as_number(y, x[0]) if isinstance(y, Tensor) else y)
+        """Divides x in place, by a column or by a scalar tensor."""
+        if isinstance(y, Tensor):
+            foreach.div_(x, foreach.as_number(y, x[0]))
+        else:
+            foreach.div_(x, y)
         return x
 
     def lerp(self, x: Column, y: Column, weight: Number) -> Column:
-        """Moves x towards y."""
+        """Computes x + weight · (y − x)."""
         weight = foreach.as_number(weight, x[0])
-        if isinstance(weight, Tensor):  # on a device, which no kernel takes as a weight
-            return foreach.add(x, foreach.mul(foreach.sub(y, x), weight))
-        return foreach.lerp(x, y, weight)
+        if not isinstance(weight, Tensor):
+            return foreach.lerp(x, y, weight)
+        # It lies on a device, and no kernel takes it as a weight.
+        difference = foreach.sub(y, x)
+        return foreach.add(x, foreach.mul(difference, weight))
 
     def lerp_(self, x: Column, y: Column, weight: float) -> Column:
         """Moves x towards y in place."""
@@ -171,34 +189,43 @@ class ForeachArithmetic:
         return x
 
     def addcmul_(self, x: Column, y: Column, z: Column, value: float) -> Column:
-        """Adds a product in place."""
+        """Adds value · y · z to x in place."""
         foreach.addcmul_(x, y, z, value=value)
         return x
 
     def sqrt(self, x: Column) -> Column:
-        """Takes the roots: on the host by ``root``, on a device by its kernel."""
-        return [root(leaf) for leaf in x] if x[0].is_cpu else foreach.sqrt(x)
+        """Computes √x: on the host by ``safe_sqrt``, on a device by its kernel."""
+        if x[0].is_cpu:
+            return [safe_sqrt(leaf) for leaf in x]
+        return foreach.sqrt(x)
 
     def sign(self, x: Column) -> Column:
-        """Takes the signs."""
+        """Computes the signs of x."""
         return foreach.sign(x)
 
 
 def as_scalar(value: Number, x: Tensor) -> Number:
-    """Returns a number in the dtype of x: a scalar tensor may promote a leaf that is a scalar."""
-    return value.to(x.dtype) if isinstance(value, Tensor) else value
+    """Casts a scalar tensor to the dtype of x, which it may promote if x is a scalar too."""
+    if isinstance(value, Tensor):
+        return value.to(x.dtype)
+    return value
 
 
-def root(x: Tensor) -> Tensor:
-    """Takes √x, whose derivative at 0 is 0 by selection: where no gradient came, none is made up.
+def safe_sqrt(x: Tensor) -> Tensor:
+    """Computes √x, whose derivative at 0 is 0 by selection: elements without a gradient stay so.
 
     It computes by way of float64, because torch's float32 root is not correctly rounded where MKL
-    takes it. What a compiler writes is the processor's root, which is.
+    takes it. Compiled code calls the processor's root, which is.
     """
-    positive = x > 0
-    dtype = x.dtype if torch.compiler.is_dynamo_compiling() else torch.float64
-    roots = torch.where(positive, x, 1).to(dtype).sqrt().to(x.dtype)
-    return torch.where(positive, roots, 0)
+    is_positive = x > 0
+    dtype = torch.float64
+    if torch.compiler.is_dynamo_compiling():
+        dtype = x.dtype
+    # The root of 1 where x is 0: a selection multiplies the derivative there by zero, and the
+    # derivative of √x at 0 is infinite.
+    positive = torch.where(is_positive, x, 1)
+    roots = positive.to(dtype).sqrt().to(x.dtype)
+    return torch.where(is_positive, roots, 0)
 
 
 LEAF = LeafArithmetic()

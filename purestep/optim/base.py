@@ -1,4 +1,4 @@
-"""An optimizer is two pure functions, and perhaps a third that does the same in place.
+"""Defines an optimizer as two pure functions, and an optional third that works in place.
 
     opt_state = optimizer.init(params)
     params, opt_state = optimizer.update(grads, opt_state, params)
@@ -7,9 +7,8 @@ A ``Transform`` turns gradients into updates, as in optax. A ``chain`` of transf
 ``Optimizer`` is an ``Optimizer``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from types import FunctionType
 from typing import (
     Any,
@@ -30,22 +29,22 @@ from purestep.optim.schedules import SCHEDULER_HINT, is_scheduler
 from purestep.types import OptState, Params, StateT, Tree
 
 Update: TypeAlias = Callable[[Tree, OptState, Params], tuple[Tree, OptState]]
-"""``update(grads, state, params)`` gives updates or params, and the new state."""
+"""``update(grads, state, params)`` returns updates or params, and the new state."""
 
 UpdateInPlace: TypeAlias = Callable[
     [Tree, OptState, Params, Tensor | None], tuple[Tree, OptState]
 ]
-"""``update_(grads, state, params, applied)`` is the same in place; see ``Optimizer``."""
+"""``update_(grads, state, params, applied)`` does the same in place; see ``Optimizer``."""
 
 
 class Init(Protocol):
-    """``init(params) -> state``: a tree of tensors, complete, detached from params."""
+    """Returns the first state: a complete tree of tensors, detached from the params."""
 
     def __call__(self, params: Params, /) -> OptState: ...
 
 
 class Transform(NamedTuple):
-    """Pure functions from gradients to updates, which have the sign of the gradients.
+    """Turns gradients into updates, which have the sign of the gradients, by pure functions.
 
     ``update_(grads, state, params, applied)`` does the same in place, as in an ``Optimizer``. Its
     updates may use the memory of the gradients, but not that of the state. Where ``applied`` is
@@ -66,7 +65,7 @@ class Transform(NamedTuple):
 
 
 class Optimizer(NamedTuple, Generic[StateT]):
-    """Pure functions from gradients to new params.
+    """Turns gradients into new params by pure functions.
 
     ``update(grads, opt_state, params)`` is plain arithmetic on tensors, for every transform and
     compiler.
@@ -77,11 +76,11 @@ class Optimizer(NamedTuple, Generic[StateT]):
     runs only without a transform, compiler or autograd, so it may use any kernel.
 
     >>> import torch
-    >>> descend = Optimizer(
+    >>> step_down = Optimizer(
     ...     init=lambda params: (),
     ...     update=lambda grads, state, params: (tree.map(torch.sub, params, grads), state),
     ... )
-    >>> descend.update({"w": torch.tensor(4.0)}, (), {"w": torch.tensor(5.0)})
+    >>> step_down.update({"w": torch.tensor(4.0)}, (), {"w": torch.tensor(5.0)})
     ({'w': tensor(1.)}, ())
     """
 
@@ -90,10 +89,12 @@ class Optimizer(NamedTuple, Generic[StateT]):
     update_: UpdateInPlace | None = None
 
 
-Part = TypeVar("Part", bound=Transform | Optimizer)
+TransformOrOptimizer = TypeVar("TransformOrOptimizer", bound=Transform | Optimizer)
 
 
-def chain(*transforms: *tuple[*tuple[Transform, ...], Part]) -> Part:
+def chain(
+    *transforms: *tuple[*tuple[Transform, ...], TransformOrOptimizer],
+) -> TransformOrOptimizer:
     """Applies transforms one after the other. An Optimizer may come last.
 
     The state is the tuple of their states.
@@ -104,43 +105,62 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Part]) -> Part:
     """
     if not transforms:
         raise ValueError("chain() needs at least one transform")
-    for position, part in enumerate(transforms):
-        if not isinstance(part, Transform | Optimizer):
-            check_optimizer(
-                f"chain: part {position} must be a Transform or an Optimizer", part
-            )
-        if isinstance(part, Optimizer) and position < len(transforms) - 1:
-            raise TypeError(
-                f"chain: part {position} of {len(transforms)} is an Optimizer, which turns "
-                "gradients into parameters; nothing can follow it, so put it last"
-            )
+    _check_chain(transforms)
     parts = cast("tuple[Transform | Optimizer, ...]", transforms)
 
     def init(params: Params) -> OptState:
         return tuple(part.init(params) for part in parts)
 
-    def in_turn(
-        updates: Any, grads: Tree, state: Any, params: Params, *applied: Any
-    ) -> Any:
-        if not isinstance(state, tuple) or len(state) != len(parts):
-            raise_mismatch(init, grads, state, params)
-        states = []
-        for update, old in zip(updates, state, strict=True):
-            grads, new = update(grads, old, params, *applied)
-            states.append(new)
-        return grads, tuple(states)
+    def chain_updates(updates: Sequence[Any]) -> Any:
+        def update(grads: Tree, state: Any, params: Params, *applied: Any) -> Any:
+            if not isinstance(state, tuple) or len(state) != len(updates):
+                raise_mismatch(init, grads, state, params)
+            new_states = []
+            for part_update, part_state in zip(updates, state, strict=True):
+                grads, new_state = part_update(grads, part_state, params, *applied)
+                new_states.append(new_state)
+            return grads, tuple(new_states)
 
-    in_turn.__qualname__ = "update"  # as errors name it
-    return type(transforms[-1])(
-        init,
-        partial(in_turn, [part.update for part in parts]),
-        partial(in_turn, [update_in_place(part) for part in parts]),
-    )
+        return update
+
+    update = chain_updates([part.update for part in parts])
+    update_ = chain_updates([update_in_place(part) for part in parts])
+    use_short_names(init, update, update_)
+    return type(transforms[-1])(init, update, update_)
+
+
+def use_short_names(*functions: Any) -> tuple[Any, ...]:
+    """Makes error messages say ``update()`` instead of ``chain.<locals>.update()``."""
+    for function in functions:
+        function.__qualname__ = function.__name__
+    return functions
+
+
+def _check_chain(parts: Sequence[object]) -> None:
+    """Raises unless all parts are Transforms; the last may be an Optimizer."""
+    last = len(parts) - 1
+    for position, part in enumerate(parts):
+        if not isinstance(part, Transform | Optimizer):
+            message = f"chain: part {position} must be a Transform or an Optimizer"
+            check_optimizer(message, part)
+        if isinstance(part, Optimizer) and position != last:
+            raise TypeError(
+                f"chain: part {position} of {len(parts)} is an Optimizer, which turns "
+                "gradients into parameters; nothing can follow it, so put it last"
+            )
 
 
 def update_in_place(part: Transform | Optimizer) -> UpdateInPlace:
-    """``update_`` of the part, or its ``update`` written over what it replaces."""
-    return part.update_ or partial(update_by_copy, part)
+    """Returns ``update_``; where a part has none, its ``update`` with the results copied."""
+    if part.update_ is not None:
+        return part.update_
+
+    def update_(
+        grads: Tree, state: OptState, params: Params, applied: Tensor | None
+    ) -> tuple[Tree, OptState]:
+        return update_by_copy(part, grads, state, params, applied)
+
+    return update_
 
 
 def update_by_copy(
@@ -148,67 +168,87 @@ def update_by_copy(
     grads: Tree,
     state: OptState,
     params: Params,
-    applied: Any,
+    applied: Tensor | None,
 ) -> tuple[Tree, OptState]:
-    """What ``update`` gives, written over what it replaces; fresh tensors where it is recorded."""
+    """Runs ``update`` and copies its results over the trees that they replace.
+
+    Returns new tensors instead if autograd or a transform follows the values.
+    """
     if applied is not None:
         grads = mask_grads(grads, applied)
-    old = (grads if isinstance(part, Transform) else params, state)
-    held = {leaf.untyped_storage() for leaf in tree.leaves(old)}
-    before = [id(leaf) for leaf in tree.leaves(old)]
-    leaves, structure = tree.flatten(part.update(grads, state, params))
-    # What lies in the memory of the old tree would be written over before it is read.
-    apart = [
-        leaf.clone()
-        if leaf.untyped_storage() in held and before[at : at + 1] != [id(leaf)]
-        else leaf
-        for at, leaf in enumerate(leaves)
-    ]
-    new, after = tree.unflatten(structure, apart)
-    if isinstance(part, Transform):
-        return new, tree.copy_(state, after, applied)
-    return cast("tuple[Params, OptState]", tree.copy_(old, (new, after), applied))
+    is_transform = isinstance(part, Transform)
+    old = (grads if is_transform else params, state)
+    old_leaves = tree.leaves(old)
+    results = part.update(grads, state, params)
+    new_first, new_state = _clone_views_of(old_leaves, results)
+    if is_transform:
+        return new_first, tree.copy_(state, new_state, applied)
+    written = tree.copy_(old, (new_first, new_state), applied)
+    return cast("tuple[Params, OptState]", written)
+
+
+def _clone_views_of(old_leaves: Sequence[Tensor], results: Tree) -> Tree:
+    """Clones results that share memory with an old leaf, unless they are its successor.
+
+    An ``update`` that swaps two leaves of the state returns both: a copy over the first would
+    change the second before it is read.
+    """
+    storages = {leaf.untyped_storage() for leaf in old_leaves}
+    leaves, structure = tree.flatten(results)
+    for position, leaf in enumerate(leaves):
+        if leaf.untyped_storage() not in storages:
+            continue
+        is_unchanged = position < len(old_leaves) and leaf is old_leaves[position]
+        if not is_unchanged:
+            leaves[position] = leaf.clone()
+    return tree.unflatten(structure, leaves)
 
 
 def mask_grads(grads: Tree, applied: Tensor) -> Tree:
-    """The gradients where the step is taken, and zeros where it is not.
+    """Returns the gradients if the step is applied, else zeros.
 
-    What is computed from them is finite then, whether it is chosen or not. A derivative needs that:
+    Everything computed from zeros is finite, whether it is selected or not. Derivatives need that:
     a selection sends zeros into the other branch, and zero times infinity is NaN.
     """
     return tree.map(lambda grad: torch.where(applied, grad, 0), grads)
 
 
-def check_params(params: Params) -> None:
-    """Refuses what is no tree of tensors, where an optimizer is the first to see it."""
-    way_out = "optimizer.init takes the tree of tensors that loss_fn takes. Of a module, take "
-    _check_tensors("params", params, way_out + "params, apply = ps.from_module(module)")
+def check_tensor_params(params: Params) -> None:
+    """Raises unless params are a tree of tensors. An optimizer may be the first to see them."""
+    _check_tensors(
+        "params",
+        params,
+        hint="optimizer.init takes the tree of tensors that loss_fn takes. Of a module, take "
+        "params, apply = ps.from_module(module)",
+    )
 
 
-def _check_tensors(name: str, of: Tree, way_out: str) -> None:
-    for position, leaf in enumerate(tree.leaves(of)):
+def _check_tensors(name: str, values: Tree, hint: str) -> None:
+    for position, leaf in enumerate(tree.leaves(values)):
         if not isinstance(leaf, Tensor):
-            path = tree.paths(of, name)[position]
+            path = tree.paths(values, name)[position]
             raise TypeError(
-                f"{path} is of type {type(leaf).__name__}, no tensor: {way_out}"
+                f"{path} is of type {type(leaf).__name__}, no tensor: {hint}"
             )
 
 
-def check_optimizer(wanted: str, value: object) -> None:
-    """Refuses what is no Optimizer, and tells how to make one of it."""
-    if not isinstance(value, Optimizer):
-        kind = value if isinstance(value, type) else type(value)
-        raise TypeError(f"{wanted}, got {kind.__name__}: {_way_out(kind)}")
+def check_optimizer(message: str, value: object) -> None:
+    """Raises unless the value is an Optimizer, with a hint at how to make one of it."""
+    if isinstance(value, Optimizer):
+        return
+    cls = value if isinstance(value, type) else type(value)
+    raise TypeError(f"{message}, got {cls.__name__}: {_hint_for(cls)}")
 
 
-def _way_out(kind: type) -> str:
-    if issubclass(kind, Transform):
-        return "end the chain with one: ps.optim.chain(transform, ps.optim.descend(lr))"
-    if issubclass(kind, torch.optim.Optimizer):
-        return f"its algorithm as pure functions is ps.optim.from_torch({kind.__name__}, lr=...)"
-    if is_scheduler(kind):
+def _hint_for(cls: type) -> str:
+    """Tells how to make an Optimizer of a value of this class."""
+    if issubclass(cls, Transform):
+        return "end the chain with one: ps.optim.chain(transform, ps.optim.sgd(lr))"
+    if issubclass(cls, torch.optim.Optimizer):
+        return f"its algorithm as pure functions is ps.optim.from_torch({cls.__name__}, lr=...)"
+    if is_scheduler(cls):
         return f"it {SCHEDULER_HINT}"
-    if issubclass(kind, FunctionType):
+    if issubclass(cls, FunctionType):
         return "call it with its settings first, as in ps.optim.adamw(lr)"
     return "a NamedTuple of init(params) and update(grads, opt_state, params)"
 
@@ -216,42 +256,45 @@ def _way_out(kind: type) -> str:
 def raise_mismatch(
     init: Init, grads: Tree, state: OptState, params: Params
 ) -> NoReturn:
-    """Says which of them is not like the others."""
+    """Raises an error that says whether params are missing, or the state or gradients misfit."""
     if params is None:
         raise ValueError(
             "this update reads the params: call update(grads, state, params)"
         )
-    raise ValueError(
-        state_mismatch(init, state, params)
-        or f"grads are not like params: {tree.describe_mismatch(grads, params, 'grads')}"
-    )
+    mismatch = state_mismatch(init, state, params)
+    if mismatch is None:
+        difference = tree.describe_mismatch(grads, params, "grads")
+        mismatch = f"grads are not like params: {difference}"
+    raise ValueError(mismatch)
 
 
 def state_mismatch(init: Init, state: OptState, params: Params) -> str | None:
-    """In what a state is none that ``init`` makes of these params; None where it is one."""
-    wanted = init(params)
-    difference = tree.describe_mismatch(state, wanted, "opt_state")
+    """Describes how a state differs from ``init(params)``; None where it does not."""
+    expected = init(params)
+    difference = tree.describe_mismatch(state, expected, "opt_state")
     if difference is None:
         return None
-    found, expected = (
-        tree.format_spec(tree.flatten(one)[1]) for one in (state, wanted)
-    )
+    found_spec = tree.format_spec(tree.flatten(state)[1])
+    expected_spec = tree.format_spec(tree.flatten(expected)[1])
     return (
         "opt_state was not made by optimizer.init of these params: take optimizer.init(params) of "
-        f"this very optimizer. {difference}; it is {found:.200}, and {expected:.200} was expected"
+        f"this very optimizer. {difference}; it is {found_spec:.200}, and {expected_spec:.200} was "
+        "expected"
     )
 
 
 def reraise_with_hint(
     init: Init, state: OptState, params: Params, error: Exception
 ) -> None:
-    """Raises a better error where the state is none of this optimizer's, or holds no tensors."""
+    """Raises a better error if another optimizer made the state, or if it holds no tensors."""
     mismatch: str | None = None
-    with suppress(Exception):  # What went wrong first is what matters.
+    # ``init`` may fail as well, and the first error matters more.
+    with suppress(Exception):
         mismatch = state_mismatch(init, state, params)
     if mismatch:
         raise ValueError(mismatch) from error
-    way_out = (
-        "init and update return trees of tensors, such as torch.tensor(0) for a counter"
+    _check_tensors(
+        "opt_state",
+        state,
+        hint="init and update return trees of tensors, such as torch.tensor(0) for a counter",
     )
-    _check_tensors("opt_state", state, way_out)

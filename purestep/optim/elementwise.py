@@ -1,9 +1,9 @@
-"""Optimizers and transforms that are one formula for each element, and perhaps a fused kernel."""
+"""Makes optimizers and transforms of one formula for each element, and perhaps a fused kernel."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,156 +13,187 @@ from torch import Tensor
 from purestep import tree
 from purestep.optim.arithmetic import FOREACH, LEAF
 from purestep.optim.base import (
-    Part,
     Transform,
-    check_params,
+    TransformOrOptimizer,
+    check_tensor_params,
     raise_mismatch,
     update_by_copy,
+    use_short_names,
 )
-from purestep.optim.schedules import LearningRate, rate_at
+from purestep.optim.schedules import LearningRate, evaluate_rate
 from purestep.tree import foreach
 from purestep.types import OptState, Params, Tree
 
 Columns: TypeAlias = Sequence[list[Tensor]]
 """The leaves of several trees of one structure: gradients, params, and each slot of the state."""
 
-Formula: TypeAlias = Callable[..., Any]
-"""``(grads, params, *slots) -> (updates or params, *slots)``, of leaves or of columns."""
+Results: TypeAlias = tuple[Any, ...]
+"""``(updates or params, *slots)``, of leaves or of columns."""
 
-Fused: TypeAlias = Callable[
-    [Tensor, Sequence[Any], Tensor | None, Columns], list[Tensor]
-]
-"""``(step, hyperparams, applied, columns) -> params``: one kernel, which writes to the columns."""
+Formula: TypeAlias = Callable[..., Results]
+"""``(grads, params, *slots) -> (updates or params, *slots)``, differentiable or in place."""
 
-WIDE = {torch.float32, torch.float64}
+WIDE_DTYPES = {torch.float32, torch.float64}
 """The dtypes in which gradients are read; narrower ones are widened first."""
 
-SUMS = {*tree.FLOAT_DTYPES}
+SUPPORTED_DTYPES = {*tree.FLOAT_DTYPES}
 
-HOST_BYTES, DEVICE_BYTES = 2**15, 2**28
+HOST_BYTES = 2**15
+DEVICE_BYTES = 2**28
 """Formulas hold several columns: they take params of about this size at once."""
 
 
-class Kind(NamedTuple):
-    """The dtype of each column, the type of their device, and whether no tensor has gaps."""
+class Layout(NamedTuple):
+    """Holds the dtype of each column, their type of device, and whether all tensors are dense."""
 
     dtypes: tuple[torch.dtype, ...]
     device: str
     is_contiguous: bool
 
 
-class Inputs(NamedTuple):
-    """What an update takes, flattened and compared."""
+class FusedKernel(NamedTuple):
+    """Describes a fused kernel of torch's, which writes to params and slots.
 
+    It takes params, gradients, slots, counters of steps, ``lr`` and ``weight_decay``.
+    """
+
+    function: Callable[..., None]
+    constants: dict[str, Any]
+    """Its other keyword arguments."""
+    layouts: Collection[Layout]
+    """The layouts of columns that it takes."""
+
+
+class Inputs(NamedTuple):
+    """Holds the arguments of an update: flattened, and equal in structure and shapes."""
+
+    leaves: list[Tensor]
     columns: list[list[Tensor]]
-    structures: list[tree.TreeSpec]
+    specs: list[tree.TreeSpec]
     dtypes: set[torch.dtype]
 
 
+class Group(NamedTuple):
+    """Holds rows of one layout, and their positions among all rows."""
+
+    positions: Sequence[int]
+    layout: Layout
+    columns: Columns
+
+
 def elementwise(
-    cls: type[Part],
+    cls: type[TransformOrOptimizer],
     state_type: type[Any],
     hyperparams: Sequence[LearningRate],
     rule: Callable[..., Formula],
-    fused: Fused | None = None,
+    fused: FusedKernel | None = None,
     *,
-    supported: Collection[Kind] = (),
     reads_params: bool = True,
-) -> Part:
+) -> TransformOrOptimizer:
     """Makes an Optimizer, or a Transform, whose update is one formula for each element.
 
     Gradients come in float32 at least.
 
     Args:
-        cls: which of the two. The formula returns new params, or updates.
+        cls: ``Optimizer`` or ``Transform``. The formula returns new params, or updates.
         state_type: the type of its state. A first field ``step`` counts the steps that are taken,
             and the others are trees like the params. ``tuple``: no state.
         hyperparams: the numbers for all leaves. A schedule is called at each step.
         rule: ``rule(ops, step, *hyperparams)`` returns the formula, written with the operations of
             ``ops``, an ``Arithmetic``. The step counts from 1.
-        fused: the same as one kernel, in place. On the host ``applied`` is None. On a device the
-            kernel leaves all values as they are where ``applied`` is False.
-        supported: the kinds of columns that the kernel takes.
+        fused: a kernel for the formula of an Optimizer, whose two hyperparameters are the learning
+            rate and the weight decay.
         reads_params: whether the formula needs them. Otherwise None stands for params as well.
     """
-    fields: tuple[str, ...] = getattr(state_type, "_fields", ())
-    num_counters = 1 if "step" in fields else 0
+    fields = StateFields(state_type, reads_params)
     is_transform = cls is Transform
-    is_constant = not any(callable(x) or isinstance(x, Tensor) for x in hyperparams)
+    has_schedule = any(callable(value) for value in hyperparams)
 
     def init(params: Params) -> OptState:
-        check_params(params)
-        slots = [tree.zeros_like(params) for name in fields if name != "step"]
-        return (
-            state_type(zero_step(params), *slots)
-            if num_counters
-            else state_type(*slots)
-        )
+        return fields.init_state(params)
 
-    def update(grads: Tree, state: OptState, params: Params) -> tuple[Tree, OptState]:
-        columns, structures, dtypes = flatten_inputs(grads, state, params)
-        if not dtypes <= WIDE:
-            columns[0] = [widened(grad) for grad in columns[0]]
-        step: Any = state[0] if num_counters else None
-        rates = [rate_at(rate, step) for rate in hyperparams]
-        formula = rule(LEAF, step + 1 if num_counters else None, *rates)
-        rows = [
-            round_state(row, formula(*row), is_transform=is_transform)
-            for row in zip(*columns, strict=True)
-        ]
-        results = structures[:1] if is_transform else structures[1:2]
-        new, *slots = (
-            tree.unflatten(structure, [row[position] for row in rows])
-            for position, structure in enumerate([*results, *structures[2:]])
+    def update(grads: Tree, state: Any, params: Params) -> tuple[Tree, OptState]:
+        inputs, step = fields.flatten_inputs(grads, state, params)
+        rates = evaluate_rates(hyperparams, step) if has_schedule else hyperparams
+        next_step = None if step is None else step + 1
+        new, *slots = apply_by_leaf(
+            rule(LEAF, next_step, *rates), inputs, is_transform=is_transform
         )
-        return new, state_type(step + 1, *slots) if num_counters else state_type(*slots)
+        return new, fields.make_state(next_step, slots)
 
     def update_(
-        grads: Tree, state: OptState, params: Params, applied: Tensor | None
+        grads: Tree, state: Any, params: Params, applied: Tensor | None
     ) -> tuple[Tree, OptState]:
         if applied is not None and applied.is_cpu:
-            if not applied:
-                return (grads if is_transform else params), state
-            applied = None
-        columns, structures, dtypes = flatten_inputs(grads, state, params)
-        step: Any = state[0] if num_counters else None
-        rates = (
-            hyperparams
-            if is_constant
-            else [rate_at(rate, step) for rate in hyperparams]
-        )
-        # A rate may require grad, or a number of a transform before this one.
-        if tree.leaves_require_grad([*rates, *columns[0]]):
+            unchanged = grads if is_transform else params, state
+            return update_(grads, state, params, None) if applied else unchanged
+        inputs, step = fields.flatten_inputs(grads, state, params)
+        rates = evaluate_rates(hyperparams, step) if has_schedule else hyperparams
+        # A rate may require grad, or a hyperparameter of an earlier transform in a chain.
+        if tree.leaves_require_grad([*rates, *inputs.columns[0]]):
             return update_by_copy(cls(init, update), grads, state, params, applied)
-        if num_counters:
+        if step is not None:
             step.add_(1 if applied is None else applied)
-        updates = [*columns[0]]
-        for positions, kind, group in split_by_kind(columns, dtypes):
-            if fused is not None and kind in supported:
-                values = fused(step, rates, applied, group)
+        updates = [*inputs.columns[0]] if is_transform else None
+        for group in split_by_layout(inputs):
+            if step is not None and fused is not None and group.layout in fused.layouts:
+                run_fused(fused, step, rates, applied, group.columns)
             else:
-                formula = rule(FOREACH, step, *rates)
-                values = write_by_formula(
-                    formula, group, applied, is_transform=is_transform
-                )
-            if is_transform:
-                for position, value in zip(positions, values, strict=True):
-                    updates[position] = value
-        return (
-            tree.unflatten(structures[0], updates) if is_transform else params
-        ), state
+                write_group(rule(FOREACH, step, *rates), group, applied, updates)
+        if updates is None:
+            return params, state
+        return tree.unflatten(inputs.specs[0], updates), state
 
-    def flatten_inputs(grads: Tree, state: Any, params: Params) -> Inputs:
-        like_params = grads if params is None and not reads_params else params
-        is_state = isinstance(state, state_type) and len(state) == len(fields)
-        slots = state[num_counters:] if is_state else ()
-        inputs = flatten_alike(grads, like_params, *slots) if is_state else None
+    return cls(*use_short_names(init, update, update_))
+
+
+def evaluate_rates(
+    hyperparams: Sequence[LearningRate], step: Tensor | None
+) -> list[float | Tensor]:
+    """Returns the numbers of this step, some of which are schedules."""
+    assert step is not None, "a schedule needs a state that counts steps"
+    return [evaluate_rate(value, step) for value in hyperparams]
+
+
+class StateFields:
+    """Makes and reads states of one type.
+
+    A state may have a ``step``. Its other fields are slots: trees like the params.
+    """
+
+    def __init__(self, state_type: type[Any], reads_params: bool) -> None:
+        self.state_type = state_type
+        self.reads_params = reads_params
+        self.names: tuple[str, ...] = getattr(state_type, "_fields", ())
+        self.slot_names = [name for name in self.names if name != "step"]
+        self.has_step = "step" in self.names
+
+    def init_state(self, params: Params) -> OptState:
+        """Returns the state before the first step."""
+        check_tensor_params(params)
+        step = make_step_counter(params) if self.has_step else None
+        slots = [tree.zeros_like(params) for _ in self.slot_names]
+        return self.make_state(step, slots)
+
+    def make_state(self, step: Tensor | None, slots: Sequence[Tree]) -> OptState:
+        """Returns a state of these slots."""
+        if self.has_step:
+            return self.state_type(step, *slots)
+        return self.state_type(*slots)
+
+    def flatten_inputs(
+        self, grads: Tree, state: Any, params: Params
+    ) -> tuple[Inputs, Tensor | None]:
+        """Flattens the arguments of an update; returns also the counter of steps."""
+        like_params = grads if params is None and not self.reads_params else params
+        # Any tuple is an instance of ``tuple``, the type of an empty state.
+        if not isinstance(state, self.state_type) or len(state) != len(self.names):
+            raise_mismatch(self.init_state, grads, state, like_params)
+        step, *slots = state if self.has_step else (None, *state)
+        inputs = flatten_alike(grads, like_params, *slots)
         if inputs is None:
-            raise_mismatch(init, grads, state, params)
-        return inputs
-
-    init.__qualname__, update.__qualname__ = "init", "update"  # as errors name them
-    return cls(init, update, update_)
+            raise_mismatch(self.init_state, grads, state, like_params)
+        return inputs, step
 
 
 def flatten_alike(*trees: Tree) -> Inputs | None:
@@ -171,131 +202,247 @@ def flatten_alike(*trees: Tree) -> Inputs | None:
     Kernels do not compare shapes, and plain arithmetic would broadcast, or round to integers.
     """
     leaves, structure = tree.flatten(trees)
-    structures, dtypes = structure.children(), {*map(attrgetter("dtype"), leaves)}
-    count = structures[0].num_leaves
-    if not dtypes <= SUMS:
+    specs = structure.children()
+    # Maps of attrgetters run at each step, in half the time of comprehensions. They are made here,
+    # because Dynamo cannot call an attrgetter that was made outside of its trace.
+    dtypes = {*map(attrgetter("dtype"), leaves)}
+    if not dtypes <= SUPPORTED_DTYPES:
         return None
-    for other in structures[1:]:
-        if not tree.is_same_spec(other, structures[0]):
+    for spec in specs[1:]:
+        if not tree.is_same_spec(spec, specs[0]):
             return None
-    for leaf, other in zip(leaves, leaves[count:], strict=False):
-        if leaf.shape != other.shape:
-            return None
+    num_leaves = specs[0].num_leaves
+    shapes = [*map(attrgetter("shape"), leaves)]  # as above
+    if shapes != shapes[:num_leaves] * len(trees):
+        return None
     columns = []
-    for n in range(len(trees)):
-        columns.append(leaves[count * n : count * (n + 1)])
-    return Inputs(columns, structures, dtypes)
+    for number in range(len(trees)):
+        start = number * num_leaves
+        columns.append(leaves[start : start + num_leaves])
+    return Inputs(leaves, columns, specs, dtypes)
 
 
-def split_by_kind(
-    columns: list[list[Tensor]], dtypes: set[torch.dtype]
-) -> list[tuple[Sequence[int], Kind, Columns]]:
-    """Groups rows by kind, widens gradients, and returns the positions of each group's rows."""
-    devices = {
-        *map(attrgetter("device"), columns[0])
-    }  # at each step: attrgetter is the fastest
-    is_uniform = len(dtypes) == len(devices) == 1 and dtypes <= WIDE
-    if is_uniform and all(map(Tensor.is_contiguous, chain(*columns))):
-        kind = Kind((*dtypes,) * len(columns), devices.pop().type, is_contiguous=True)
-        return [(range(len(columns[0])), kind, columns)]
-    groups: dict[Any, list[int]] = {}
-    for position, row in enumerate(zip(*columns, strict=True)):
-        layout = [(leaf.dtype, leaf.is_contiguous()) for leaf in row]
-        groups.setdefault((row[0].device, *layout), []).append(position)
-    result: list[tuple[Sequence[int], Kind, Columns]] = []
-    for positions in groups.values():
-        group = [[column[position] for position in positions] for column in columns]
-        # An expanded gradient, as of x.sum(), has one memory for all elements.
-        group[0] = [
-            grad.clone() if 0 in grad.stride() else grad for grad in widen_grads(group)
-        ]
-        first_row = [column[0] for column in group]
-        is_contiguous = all(map(Tensor.is_contiguous, first_row))
-        group_dtypes = tuple(leaf.dtype for leaf in first_row)
-        kind = Kind(group_dtypes, first_row[0].device.type, is_contiguous)
-        result.append((positions, kind, group))
-    return result
+def apply_by_leaf(
+    formula: Formula, inputs: Inputs, *, is_transform: bool
+) -> list[Tree]:
+    """Applies a formula to each row of leaves, by plain operations.
 
-
-def round_state(
-    row: Sequence[Tensor], results: Sequence[Tensor], *, is_transform: bool
-) -> list[Tensor]:
-    """Rounds what the formula returns to the dtypes of params and state."""
-    first = results[0] if is_transform else results[0].to(row[1].dtype)
-    return [
-        first,
-        *(new.to(old.dtype) for new, old in zip(results[1:], row[2:], strict=True)),
-    ]
-
-
-def write_by_formula(
-    formula: Formula, columns: Columns, applied: Tensor | None, *, is_transform: bool
-) -> list[Tensor]:
-    """Writes what the formula returns over params and slots where ``applied`` holds.
-
-    Returns the column of updates, or of params.
+    Returns the tree of updates or new params, and a tree for each slot of the state.
     """
-    results: list[Tensor] = []
-    for grads, params, *slots in split_by_size(columns):
-        old = slots if is_transform else [params, *slots]
+    grads, *others = inputs.columns
+    if not inputs.dtypes <= WIDE_DTYPES:
+        grads = [widen_grad(grad) for grad in grads]
+    rows = []
+    for row in zip(grads, *others, strict=True):
+        results = formula(*row)
+        rows.append(round_results(results, row, is_transform=is_transform))
+    grads_spec, params_spec, *slot_specs = inputs.specs
+    first_spec = grads_spec if is_transform else params_spec
+    trees = []
+    for position, spec in enumerate([first_spec, *slot_specs]):
+        column = [row[position] for row in rows]
+        trees.append(tree.unflatten(spec, column))
+    return trees
+
+
+def round_results(
+    results: Results, row: Sequence[Tensor], *, is_transform: bool
+) -> list[Tensor]:
+    """Rounds the results of a formula to the dtypes of params and state."""
+    first, *new_slots = results
+    _, params, *slots = row
+    if not is_transform:
+        first = first.to(params.dtype)
+    rounded = [first]
+    for new, old in zip(new_slots, slots, strict=True):
+        rounded.append(new.to(old.dtype))
+    return rounded
+
+
+def write_group(
+    formula: Formula,
+    group: Group,
+    applied: Tensor | None,
+    updates: list[Tensor] | None,
+) -> None:
+    """Applies a formula to a group of rows in place.
+
+    An Optimizer's (without ``updates``) writes to params and slots, a Transform's to slots and into
+    ``updates``.
+    """
+    if updates is None:
+        update_params_(formula, group.columns, applied)
+        return
+    group_updates = compute_updates_(formula, group.columns, applied)
+    for position, update in zip(group.positions, group_updates, strict=True):
+        updates[position] = update
+
+
+def update_params_(formula: Formula, columns: Columns, applied: Tensor | None) -> None:
+    """Writes an Optimizer's formula over params and slots, where ``applied`` holds."""
+    for grads, *old in split_by_size(columns):
         writable = old if applied is None else clone_wide(old)
-        returned = (
-            formula(grads, params, *writable)
-            if is_transform
-            else formula(grads, *writable)
-        )
-        new = returned[1:] if is_transform else returned
-        if applied is None:
-            for old_column, new_column in zip(old, new, strict=True):
-                if new_column is not old_column:
-                    foreach.copy_(old_column, new_column)
-        elif old:
-            foreach.where_([*chain(*old)], [*chain(*new)], applied)
-        results += returned[0] if is_transform else params
-    return results
+        copy_where(old, formula(grads, *writable), applied)
+
+
+def compute_updates_(
+    formula: Formula, columns: Columns, applied: Tensor | None
+) -> list[Tensor]:
+    """Writes a Transform's formula over slots, where ``applied`` holds; returns the updates."""
+    updates: list[Tensor] = []
+    for grads, params, *slots in split_by_size(columns):
+        writable = slots if applied is None else clone_wide(slots)
+        new_updates, *new_slots = formula(grads, params, *writable)
+        copy_where(slots, new_slots, applied)
+        updates += new_updates
+    return updates
+
+
+def copy_where(old: Columns, new: Columns, applied: Tensor | None) -> None:
+    """Copies new columns over old ones if ``applied`` is True (None: always)."""
+    if applied is not None:
+        if old:
+            foreach.where_(join_columns(old), join_columns(new), applied)
+        return
+    for old_column, new_column in zip(old, new, strict=True):
+        if new_column is not old_column:
+            foreach.copy_(old_column, new_column)
+
+
+def run_fused(
+    kernel: FusedKernel,
+    step: Tensor,
+    hyperparams: Sequence[Any],
+    applied: Tensor | None,
+    columns: Columns,
+) -> None:
+    """Runs a fused kernel on params and slots, where ``applied`` holds.
+
+    On the host ``applied`` is None. On a device the kernel leaves all values as they are where
+    ``applied`` is False.
+    """
+    rate, decay = hyperparams
+    grads, params, *slots = columns
+    if step.is_cpu:
+        rate = float(rate)
+    else:
+        # On the host the kernel reads both as numbers; elsewhere it takes float32 alone.
+        step = step.to(torch.float32)
+        if isinstance(rate, Tensor):
+            rate = rate.to(torch.float32)
+    wide_params = params
+    if params[0].dtype != slots[0][0].dtype:
+        wide_params = foreach.cast(params, slots[0])
+    kernel.function(
+        wide_params,
+        grads,
+        *slots,
+        **kernel.constants,
+        state_steps=[step] * len(params),
+        lr=rate,
+        weight_decay=float(decay),
+        found_inf=None if applied is None else (~applied).to(torch.float32),
+    )
+    # Where the step is not applied, rounding restores the bits of the params.
+    if wide_params is not params:
+        foreach.copy_(params, wide_params)
+
+
+def split_by_layout(inputs: Inputs) -> list[Group]:
+    """Groups rows by layout, and widens their gradients."""
+    columns = inputs.columns
+    # Maps over all leaves, at each step, are faster than comprehensions.
+    devices = {*map(attrgetter("device"), columns[0])}
+    is_uniform = len(inputs.dtypes) == len(devices) == 1
+    is_wide = inputs.dtypes <= WIDE_DTYPES
+    # Usual trees are one group.
+    if is_uniform and is_wide and all(map(Tensor.is_contiguous, inputs.leaves)):
+        (dtype,) = inputs.dtypes
+        (device,) = devices
+        layout = Layout((dtype,) * len(columns), device.type, is_contiguous=True)
+        return [Group(range(len(columns[0])), layout, columns)]
+    rows_by_key: dict[Any, list[int]] = defaultdict(list)
+    for position, row in enumerate(zip(*columns, strict=True)):
+        formats = [(leaf.dtype, leaf.is_contiguous()) for leaf in row]
+        key = (row[0].device, *formats)
+        rows_by_key[key].append(position)
+    return [make_group(columns, positions) for positions in rows_by_key.values()]
+
+
+def make_group(columns: Columns, positions: Sequence[int]) -> Group:
+    """Takes the rows at these positions, whose layouts are equal, and widens their gradients."""
+    group = []
+    for column in columns:
+        group.append([column[position] for position in positions])
+    grads, *others = group
+    group[0] = clone_expanded(widen_grads(grads, others))
+    first_row = [column[0] for column in group]
+    layout = Layout(
+        dtypes=tuple(leaf.dtype for leaf in first_row),
+        device=first_row[0].device.type,
+        is_contiguous=all(leaf.is_contiguous() for leaf in first_row),
+    )
+    return Group(positions, layout, group)
+
+
+def clone_expanded(grads: list[Tensor]) -> list[Tensor]:
+    """Clones expanded gradients, as of ``x.sum()``, which have one memory for all elements."""
+    return [grad.clone() if 0 in grad.stride() else grad for grad in grads]
 
 
 def clone_wide(columns: Columns) -> list[list[Tensor]]:
     """Clones the columns to which a formula may write, which are not in half precision."""
-    wide = [column for column in columns if column[0].dtype in WIDE]
-    clones = iter(foreach.clone([*chain(*wide)]))
-    return [
-        [next(clones) for _ in column] if column[0].dtype in WIDE else column
-        for column in columns
-    ]
+    wide = [column for column in columns if column[0].dtype in WIDE_DTYPES]
+    # One call for all columns: on a device each call is a launch.
+    clones = iter(foreach.clone(join_columns(wide)))
+    writable = []
+    for column in columns:
+        if column[0].dtype in WIDE_DTYPES:
+            writable.append([next(clones) for _ in column])
+        else:
+            writable.append(column)
+    return writable
+
+
+def join_columns(columns: Columns) -> list[Tensor]:
+    """Joins columns to one list."""
+    return [leaf for column in columns for leaf in column]
 
 
 def split_by_size(columns: Columns) -> Iterator[Columns]:
     """Yields successive rows whose params have few bytes together, at least one row at a time."""
     params = columns[1]
-    budget = HOST_BYTES if params[0].is_cpu else DEVICE_BYTES
-    start, size = 0, 0
+    max_bytes = HOST_BYTES if params[0].is_cpu else DEVICE_BYTES
+    start = 0
+    num_bytes = 0
     for end, leaf in enumerate(params):
-        size += leaf.nbytes
-        if size > budget and end > start:
+        num_bytes += leaf.nbytes
+        if num_bytes > max_bytes and end > start:
             yield [column[start:end] for column in columns]
-            start, size = end, leaf.nbytes
+            start = end
+            num_bytes = leaf.nbytes
     yield [column[start:] for column in columns]
 
 
-def widen_grads(columns: Columns) -> list[Tensor]:
+def widen_grads(grads: list[Tensor], others: Columns) -> list[Tensor]:
     """Casts gradients to float32 at least, by one call if another column has the dtype."""
-    grads, *others = columns
-    if grads[0].dtype in WIDE:
+    if grads[0].dtype in WIDE_DTYPES:
         return grads
     for column in others:
-        if column[0].dtype in WIDE:
+        if column[0].dtype in WIDE_DTYPES:
             return foreach.cast(grads, column)
-    return [widened(grad) for grad in grads]
+    return [widen_grad(grad) for grad in grads]
 
 
-def widened(grad: Tensor) -> Tensor:
+def widen_grad(grad: Tensor) -> Tensor:
     """Returns a gradient in float32 at least: its square leaves the range of float16."""
-    return grad if grad.dtype in WIDE else grad.to(tree.accumulation_dtype(grad.dtype))
+    if grad.dtype in WIDE_DTYPES:
+        return grad
+    return grad.to(tree.accumulation_dtype(grad.dtype))
 
 
-def zero_step(params: Params) -> Tensor:
-    """Returns a step counter at 0, where the params are."""
+def make_step_counter(params: Params) -> Tensor:
+    """Returns a step counter at 0, on the device of the params."""
     leaves = tree.leaves(params)
     if not leaves:
         return torch.zeros((), dtype=torch.int64)

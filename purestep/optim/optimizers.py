@@ -1,8 +1,7 @@
-"""Whole optimizers: the last step of a chain, and the recipes that everyone uses."""
+"""Defines the usual optimizers, and the last step of a chain of transforms."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,41 +9,42 @@ from torch import Tensor
 
 from purestep.optim.arithmetic import Arithmetic, Number
 from purestep.optim.base import Optimizer, Transform, chain
-from purestep.optim.elementwise import Columns, Formula, Kind, elementwise
-from purestep.optim.partition import Mask, masked
+from purestep.optim.elementwise import (
+    Formula,
+    FusedKernel,
+    Layout,
+    Results,
+    elementwise,
+)
+from purestep.optim.partition import Mask, partition_by_mask
 from purestep.optim.schedules import LearningRate, check_rate
 from purestep.optim.transforms import (
     add_decayed_weights,
     momentum as momentum_transform,
+    update_moments,
 )
 from purestep.torch_private import fused_adamw_
-from purestep.tree import foreach
 from purestep.types import State, Tree
 
 
 class DescentState(NamedTuple):
-    """The number of steps.
+    """Counts the steps.
 
-    >>> descend(0.1).init(torch.tensor(1.0))
+    >>> sgd(0.1).init(torch.tensor(1.0))
     DescentState(step=tensor(0))
     """
 
     step: Tensor
 
 
-def descend(learning_rate: LearningRate) -> Optimizer[State]:
-    """Takes the step, θ ← θ − lr · u: the Optimizer that ends a chain of transforms.
-
-    >>> from purestep.optim import scale_by_adam
-    >>> optimizer = chain(scale_by_adam(), descend(0.1))
-    >>> params = {"w": torch.tensor(1.0)}
-    >>> optimizer.update({"w": torch.tensor(7.0)}, optimizer.init(params), params)[0]
-    {'w': tensor(0.9000)}
-    """
-    check_rate(learning_rate)
+def _descend(learning_rate: LearningRate) -> Optimizer[State]:
+    """Makes the Optimizer that takes the step, θ ← θ − lr · u, after transforms of u."""
 
     def rule(ops: Arithmetic, step: Tensor, rate: Number) -> Formula:
-        return lambda updates, params: (ops.add_(params, updates, -rate),)
+        def formula(updates: Any, params: Any) -> Results:
+            return (ops.add_(params, updates, -rate),)
+
+        return formula
 
     return elementwise(Optimizer, DescentState, [learning_rate], rule)
 
@@ -57,9 +57,11 @@ def sgd(
     weight_decay: float | Tensor = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer[State]:
-    """Stochastic gradient descent, as ``torch.optim.SGD``.
+    """Makes stochastic gradient descent, as ``torch.optim.SGD``.
 
         g ← g + weight_decay · θ,    t ← momentum · t + g,    θ ← θ − lr · t
+
+    ``sgd(learning_rate)`` alone is the step that ends a chain of transforms.
 
     Args:
         learning_rate: a number, a scalar tensor or a schedule.
@@ -73,7 +75,13 @@ def sgd(
     >>> params = {"w": torch.tensor(1.0)}
     >>> optimizer.update({"w": torch.tensor(2.0)}, optimizer.init(params), params)[0]
     {'w': tensor(0.8000)}
+
+    >>> from purestep.optim import scale_by_adam
+    >>> optimizer = chain(scale_by_adam(), sgd(0.1))
+    >>> optimizer.update({"w": torch.tensor(7.0)}, optimizer.init(params), params)[0]
+    {'w': tensor(0.9000)}
     """
+    check_rate(learning_rate)
     if nesterov and momentum == 0:
         raise ValueError(
             "sgd: nesterov=True looks ahead along the momentum, but momentum=0"
@@ -83,11 +91,12 @@ def sgd(
         transforms.append(add_decayed_weights(weight_decay, mask))
     if momentum != 0:
         transforms.append(momentum_transform(momentum, nesterov=nesterov))
-    return chain(*transforms, descend(learning_rate))
+    descent = _descend(learning_rate)
+    return chain(*transforms, descent) if transforms else descent
 
 
 class AdamWState(NamedTuple):
-    """The number of steps, and the decaying means of gradients and of their squares.
+    """Holds the number of steps, and the decaying means of gradients and of their squares.
 
     >>> adamw(0.1).init(torch.tensor(1.0))
     AdamWState(step=tensor(0), mu=tensor(0.), nu=tensor(0.))
@@ -98,20 +107,19 @@ class AdamWState(NamedTuple):
     nu: Tree
 
 
-FUSED_ADAMW = {
-    Kind(
-        (torch.float32, params_dtype, torch.float32, torch.float32),
-        device,
-        is_contiguous=True,
-    )
-    for params_dtype, device in [
-        (torch.float32, "cpu"),
-        (torch.float32, "cuda"),
-        (torch.bfloat16, "cuda"),
-        (torch.float16, "cuda"),
-    ]
+def _fused_layout(params_dtype: torch.dtype, device: str) -> Layout:
+    """Returns the layout of gradients, params and both means."""
+    dtypes = (torch.float32, params_dtype, torch.float32, torch.float32)
+    return Layout(dtypes, device, is_contiguous=True)
+
+
+FUSED_LAYOUTS = {
+    _fused_layout(torch.float32, "cpu"),
+    _fused_layout(torch.float32, "cuda"),
+    _fused_layout(torch.bfloat16, "cuda"),
+    _fused_layout(torch.float16, "cuda"),
 }
-"""What torch's kernel takes. Params in half precision are widened for it."""
+"""The layouts that torch's kernel takes. Params in half precision are widened for it."""
 
 
 def adamw(
@@ -122,7 +130,7 @@ def adamw(
     weight_decay: float | Tensor = 1e-2,
     mask: Mask | None = None,
 ) -> Optimizer[State]:
-    """Adam with decoupled weight decay [Loshchilov and Hutter, 2019], as ``torch.optim.AdamW``.
+    """Makes Adam with decoupled weight decay [Loshchilov and Hutter, 2019], ``torch.optim.AdamW``.
 
         t ← t + 1
         μ ← b₁ μ + (1 − b₁) g
@@ -152,70 +160,59 @@ def adamw(
     """
     check_rate(learning_rate)
     if mask is not None:
-        plain = adamw(learning_rate, b1, b2, eps, 0.0)
-        return masked(mask, adamw(learning_rate, b1, b2, eps, weight_decay), plain)
+        with_decay = adamw(learning_rate, b1, b2, eps, weight_decay)
+        without_decay = adamw(learning_rate, b1, b2, eps, weight_decay=0.0)
+        return partition_by_mask(mask, with_decay, without_decay)
 
     def rule(ops: Arithmetic, step: Tensor, rate: Number, decay: Number) -> Formula:
-        rate = rate.to(torch.float64) if isinstance(rate, Tensor) else rate
+        if isinstance(rate, Tensor):
+            rate = rate.to(torch.float64)
         count = step.to(torch.float64)
-        nu_root = (1 - b2**count).sqrt()
-        shrinking, moving = 1 - rate * decay, -rate / (1 - b1**count)
+        mu_correction = 1 - b1**count
+        nu_correction_root = (1 - b2**count).sqrt()
+        shrink_factor = 1 - rate * decay
+        mu_factor = -rate / mu_correction
 
-        def formula(grads: Any, params: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
+        def formula(grads: Any, params: Any, mu: Any, nu: Any) -> Results:
             grads = ops.cast(grads, mu)
-            mu = ops.lerp_(mu, grads, 1 - b1)
-            nu = ops.addcmul_(ops.mul_(nu, b2), grads, grads, 1 - b2)
-            deviation = ops.add_(ops.div_(ops.sqrt(nu), nu_root), eps)
-            direction = ops.div_(ops.mul(mu, moving), deviation)
-            shrunk = ops.mul_(ops.cast(params, mu), shrinking)
-            return ops.add_(shrunk, direction), mu, nu
+            mu, nu = update_moments(ops, grads, mu, nu, b1=b1, b2=b2)
+            deviation = ops.sqrt(nu)
+            deviation = ops.div_(deviation, nu_correction_root)
+            deviation = ops.add_(deviation, eps)
+            change = ops.mul(mu, mu_factor)
+            change = ops.div_(change, deviation)
+            params = ops.cast(params, mu)
+            params = ops.mul_(params, shrink_factor)
+            params = ops.add_(params, change)
+            return params, mu, nu
 
         return formula
 
-    constants: Any = {
-        "beta1": b1,
-        "beta2": b2,
-        "eps": eps,
-        "amsgrad": False,
-        "maximize": False,
-    }
-
-    def fused(
-        step: Tensor,
-        hyperparams: Sequence[Any],
-        applied: Tensor | None,
-        columns: Columns,
-    ) -> list[Tensor]:
-        rate, decay = hyperparams
-        grads, params, mu, nu = columns
-        if not step.is_cpu:
-            # On the host the kernel reads both as numbers; elsewhere it takes float32 alone.
-            step = step.to(torch.float32)
-            rate = rate.to(torch.float32) if isinstance(rate, Tensor) else rate
-        wide = params if params[0].dtype == torch.float32 else foreach.cast(params, mu)
-        fused_adamw_(
-            *(wide, grads, mu, nu, [], [step] * len(params)),
-            **constants,
-            lr=float(rate) if step.is_cpu else rate,
-            weight_decay=float(decay),
-            found_inf=None if applied is None else (~applied).to(torch.float32),
-        )
-        # Where nothing is applied, rounding gives back what was widened.
-        if wide is not params:
-            foreach.copy_(params, wide)
-        return params
-
-    # To read a decay that lies on a device would wait for it: the formula does without.
-    readable = not isinstance(weight_decay, Tensor) or weight_decay.is_cpu
-    hyperparams = [learning_rate, weight_decay]
-    kernel = fused if readable else None
+    kernel = FusedKernel(
+        fused_adamw_,
+        {
+            "max_exp_avg_sqs": [],
+            "beta1": b1,
+            "beta2": b2,
+            "eps": eps,
+            "amsgrad": False,
+            "maximize": False,
+        },
+        FUSED_LAYOUTS,
+    )
+    # To read a decay on a device would wait for the device: the formula does not read it.
+    is_readable = not isinstance(weight_decay, Tensor) or weight_decay.is_cpu
     return elementwise(
-        Optimizer, AdamWState, hyperparams, rule, kernel, supported=FUSED_ADAMW
+        Optimizer,
+        AdamWState,
+        [learning_rate, weight_decay],
+        rule,
+        kernel if is_readable else None,
     )
 
 
 class LionState(NamedTuple):
-    """The number of steps, and the decaying mean of the gradients.
+    """Holds the number of steps, and the decaying mean of the gradients.
 
     >>> lion(0.1).init(torch.tensor(1.0))
     LionState(step=tensor(0), mu=tensor(0.))
@@ -232,7 +229,7 @@ def lion(
     weight_decay: float | Tensor = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer[State]:
-    """Lion [Chen et al., 2023]: steps by the sign of a momentum, with half of Adam's state.
+    """Makes Lion [Chen et al., 2023]: steps by the sign of a momentum, with half of Adam's state.
 
         θ ← θ − lr · (sign(b₁ μ + (1 − b₁) g) + weight_decay · θ)
         μ ← b₂ μ + (1 − b₂) g
@@ -255,17 +252,24 @@ def lion(
     """
     check_rate(learning_rate)
     if mask is not None:
-        plain = lion(learning_rate, b1, b2, 0.0)
-        return masked(mask, lion(learning_rate, b1, b2, weight_decay), plain)
+        with_decay = lion(learning_rate, b1, b2, weight_decay)
+        without_decay = lion(learning_rate, b1, b2, weight_decay=0.0)
+        return partition_by_mask(mask, with_decay, without_decay)
 
     def rule(ops: Arithmetic, step: Tensor, rate: Number, decay: Number) -> Formula:
-        def formula(grads: Any, params: Any, mu: Any) -> tuple[Any, Any]:
+        shrink_factor = 1 - rate * decay
+
+        def formula(grads: Any, params: Any, mu: Any) -> Results:
             grads = ops.cast(grads, mu)
             direction = ops.lerp(mu, grads, 1 - b1)
             # torch's sign of NaN is 0, which would hide it. So 0 times the direction is added.
-            sign = ops.add_(ops.sign(direction), direction, 0)
-            shrunk = ops.mul_(ops.cast(params, mu), 1 - rate * decay)
-            return ops.add_(shrunk, sign, -rate), ops.lerp_(mu, grads, 1 - b2)
+            sign = ops.sign(direction)
+            sign = ops.add_(sign, direction, 0)
+            params = ops.cast(params, mu)
+            params = ops.mul_(params, shrink_factor)
+            params = ops.add_(params, sign, -rate)
+            mu = ops.lerp_(mu, grads, 1 - b2)
+            return params, mu
 
         return formula
 

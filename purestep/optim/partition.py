@@ -1,47 +1,54 @@
-"""Different optimizers for different parameters."""
+"""Gives different optimizers to different parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from purestep import tree
 from purestep.optim.base import (
     Optimizer,
-    Part,
     Transform,
+    TransformOrOptimizer,
     check_optimizer,
-    check_params,
+    check_tensor_params,
     raise_mismatch,
     update_in_place,
+    use_short_names,
 )
 from purestep.types import OptState, Params, Tree
 
 Mask: TypeAlias = Tree | Callable[[Params], Tree]
 """A tree of bools like the params, or a function that makes one from them."""
 
-MOST = 8
-"""Kinds of params of which a partition remembers the shares."""
+CACHE_SIZE = 8
+"""Structures of params whose shares a partition remembers."""
 
 
 class Share(NamedTuple):
-    """What falls to one optimizer: its label, the positions of its leaves, and the tree of them."""
+    """Selects the params of one optimizer: its label, the positions of its leaves, their tree."""
 
     label: str
-    where: list[int]
-    structure: tree.TreeSpec
+    positions: list[int]
+    spec: tree.TreeSpec
 
-    def of(self, leaves: Sequence[Any]) -> Tree:
-        """The tree of its leaves, among all of them."""
-        return tree.unflatten(
-            self.structure, [leaves[position] for position in self.where]
-        )
+    def select(self, leaves: Sequence[Any]) -> Tree:
+        """Returns the tree of its leaves, among all of them."""
+        selected = [leaves[position] for position in self.positions]
+        return tree.unflatten(self.spec, selected)
+
+    def fill_in(self, leaves: list[Any], subtree: Tree) -> None:
+        """Writes the leaves of the share's tree to their positions among all leaves."""
+        share_leaves = tree.leaves(subtree)
+        for position, leaf in zip(self.positions, share_leaves, strict=True):
+            leaves[position] = leaf
 
 
 def partition(
-    label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str, Part]
-) -> Part:
+    transforms: Mapping[str, TransformOrOptimizer],
+    param_labels: Callable[[Params], Tree] | Tree,
+) -> TransformOrOptimizer:
     """Gives each parameter to the optimizer that its label names; or each gradient to a Transform.
 
     Each optimizer sees only its params, so its norms are those of their gradients. An empty tuple
@@ -49,127 +56,181 @@ def partition(
     state is a dict of their states, or a tuple for Transforms.
 
     Args:
-        label_fn: ``label_fn(params)`` returns a tree of labels like the params, or a prefix of it,
-            where a label stands for a subtree. Or such a tree itself. It may depend on names,
-            shapes and dtypes, not on values: it is called once for params that agree in these. A
-            compiler of the whole step traces it, so use ``tree.map`` and plain Python there, not
-            optree's functions of paths.
-        optimizers: a dict of optimizers, or of transforms, by label.
+        transforms: a dict of transforms, or of transforms, by label.
+        param_labels: ``param_labels(params)`` returns a tree of labels like the params, or a prefix
+            of it, where a label stands for a subtree. Or such a tree itself. It may depend on
+            names, shapes and dtypes, not on values: it is called once for params that agree in
+            these. A compiler of the whole step traces it, so use ``tree.map`` and plain Python
+            there, not optree's functions of paths.
 
     >>> import torch
     >>> from purestep.optim import adamw, from_torch
     >>> optimizer = partition(
-    ...     lambda params: tree.map(lambda p: "matrix" if p.ndim == 2 else "rest", params),
     ...     {"matrix": from_torch(torch.optim.Muon, lr=0.02), "rest": adamw(1e-3)},
+    ...     lambda params: tree.map(lambda p: "matrix" if p.ndim == 2 else "rest", params),
     ... )
     >>> params = {"b": torch.zeros(2), "w": torch.eye(2)}
     >>> params, _ = optimizer.update(params, optimizer.init(params), params)
     >>> params["w"].diag() < 1
     tensor([True, True])
     """
-    kinds = {type(part) for part in optimizers.values()}
-    kind: Any = Transform if kinds == {Transform} else Optimizer
-    for label, part in optimizers.items() if kind is Optimizer else ():
-        check_optimizer(f"partition: {label!r} must be an Optimizer", part)
-    remembered: list[tuple[Any, list[Share]]] = []
-
-    def shares_of(
-        params: Params, leaves: list[Any], structure: tree.TreeSpec
-    ) -> list[Share]:
-        if not tree.is_plain_eager():
-            return labelled(params, leaves, structure)
-        asked = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
-        for before, shares in remembered:
-            if before == asked:
-                return shares
-        shares = labelled(params, leaves, structure)
-        remembered[:] = [(asked, shares), *remembered[: MOST - 1]]
-        return shares
-
-    def labelled(
-        params: Params, leaves: list[Any], structure: tree.TreeSpec
-    ) -> list[Share]:
-        each = tree.broadcast_prefix(
-            label_fn(params) if callable(label_fn) else label_fn, params
-        )
-        for position, label in enumerate(each):
-            if label not in optimizers:
-                raise ValueError(
-                    f"partition labels {tree.paths(params, 'params')[position]} {label!r}, but its "
-                    f"optimizers are {', '.join(map(repr, optimizers))}"
-                )
-        found = []
-        for label in optimizers:
-            where = [position for position, other in enumerate(each) if other == label]
-            if where:
-                part = tree.subset(structure, leaves, {*where})
-                found.append(Share(label, where, tree.flatten(part)[1]))
-        return found
-
-    def joined(shares: list[Share], states: list[OptState]) -> OptState:
-        # States of Transforms may hold no tensors, and no compiler follows a dict without any.
-        if kind is Transform:
-            return tuple(states)
-        return {share.label: state for share, state in zip(shares, states, strict=True)}
+    cls = _find_class(transforms)
+    is_transform = cls is Transform
+    cache = ShareCache(param_labels, transforms)
 
     def init(params: Params) -> OptState:
-        check_params(params)
-        leaves, structure = tree.flatten(params)
-        shares = shares_of(params, leaves, structure)
-        return joined(
-            shares, [optimizers[share.label].init(share.of(leaves)) for share in shares]
-        )
+        check_tensor_params(params)
+        leaves, spec = tree.flatten(params)
+        shares = cache.find_shares(params, leaves, spec)
+        states = []
+        for share in shares:
+            share_params = share.select(leaves)
+            states.append(transforms[share.label].init(share_params))
+        return join_states(shares, states, is_transform=is_transform)
 
-    def states_of(shares: list[Share], state: OptState) -> list[OptState] | None:
-        if kind is Transform:
-            return (
-                [*state]
-                if isinstance(state, tuple) and len(state) == len(shares)
-                else None
+    def route_updates(updates: Mapping[str, Any]) -> Any:
+        def update(grads: Tree, state: Any, params: Params, *applied: Any) -> Any:
+            leaves, spec = tree.flatten(params)
+            shares = cache.find_shares(params, leaves, spec)
+            grad_leaves, grads_spec = tree.flatten(grads)
+            old_states = split_state(shares, state, is_transform=is_transform)
+            is_alike = tree.is_same_spec(grads_spec, spec)
+            if old_states is None or not is_alike:
+                raise_mismatch(init, grads, state, params)
+            new_leaves = [*leaves]
+            new_states = []
+            for share, old_state in zip(shares, old_states, strict=True):
+                share_grads = share.select(grad_leaves)
+                share_params = share.select(leaves)
+                new_params, new_state = updates[share.label](
+                    share_grads, old_state, share_params, *applied
+                )
+                share.fill_in(new_leaves, new_params)
+                new_states.append(new_state)
+            joined_state = join_states(shares, new_states, is_transform=is_transform)
+            return tree.unflatten(spec, new_leaves), joined_state
+
+        return update
+
+    pure_updates = {label: part.update for label, part in transforms.items()}
+    inplace_updates = {
+        label: update_in_place(part) for label, part in transforms.items()
+    }
+    update = route_updates(pure_updates)
+    update_ = route_updates(inplace_updates)
+    use_short_names(init, update, update_)
+    result: TransformOrOptimizer = cls(init, update, update_)
+    return result
+
+
+class ShareCache:
+    """Splits params by their labels, and remembers the shares of recent structures.
+
+    So labels are computed once for params that agree in names, shapes and dtypes.
+    """
+
+    def __init__(
+        self, param_labels: Callable[[Params], Tree] | Tree, labels: Collection[str]
+    ) -> None:
+        self.param_labels = param_labels
+        self.labels = labels
+        self.recent: deque[tuple[Any, list[Share]]] = deque(maxlen=CACHE_SIZE)
+
+    def find_shares(
+        self, params: Params, leaves: list[Any], spec: tree.TreeSpec
+    ) -> list[Share]:
+        """Returns the shares of these params, which have these leaves and this structure."""
+        if not tree.is_plain_eager():
+            return make_shares(self.param_labels, self.labels, params)
+        formats = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        key = (spec, formats)
+        # A copy: other threads may add to it meanwhile.
+        for recent_key, shares in list(self.recent):
+            if recent_key == key:
+                return shares
+        shares = make_shares(self.param_labels, self.labels, params)
+        self.recent.appendleft((key, shares))
+        return shares
+
+
+def _find_class(transforms: Mapping[str, Transform | Optimizer]) -> Any:
+    """Returns Transform if all are Transforms, and Optimizer if all are Optimizers."""
+    classes = {type(part) for part in transforms.values()}
+    if classes == {Transform}:
+        return Transform
+    for label, part in transforms.items():
+        check_optimizer(f"partition: {label!r} must be an Optimizer", part)
+    return Optimizer
+
+
+def make_shares(
+    param_labels: Callable[[Params], Tree] | Tree,
+    known_labels: Collection[str],
+    params: Params,
+) -> list[Share]:
+    """Splits the params by their labels, in the order of the known labels."""
+    prefix = param_labels(params) if callable(param_labels) else param_labels
+    labels = tree.broadcast_prefix(prefix, params)
+    for position, label in enumerate(labels):
+        if label not in known_labels:
+            path = tree.paths(params, "params")[position]
+            expected = ", ".join(repr(name) for name in known_labels)
+            raise ValueError(
+                f"partition labels {path} {label!r}, but its optimizers are {expected}"
             )
-        fits = isinstance(state, dict) and state.keys() == {
-            share.label for share in shares
-        }
-        return [state[share.label] for share in shares] if fits else None
-
-    def apart(
-        update_of: Any, grads: Tree, state: Any, params: Params, *applied: Any
-    ) -> Any:
-        ours, structure = tree.flatten(params)
-        shares = shares_of(params, ours, structure)
-        theirs, other = tree.flatten(grads)
-        olds = states_of(shares, state)
-        if olds is None or not tree.is_same_spec(other, structure):
-            raise_mismatch(init, grads, state, params)
-        new, states = [*ours], []
-        for share, old in zip(shares, olds, strict=True):
-            update = update_of[share.label]
-            moved, after = update(share.of(theirs), old, share.of(ours), *applied)
-            states.append(after)
-            for position, leaf in zip(share.where, tree.leaves(moved), strict=True):
-                new[position] = leaf
-        return tree.unflatten(structure, new), joined(shares, states)
-
-    pure = {label: part.update for label, part in optimizers.items()}
-    writing = {label: update_in_place(part) for label, part in optimizers.items()}
-    made: Part = kind(init, partial(apart, pure), partial(apart, writing))
-    return made
+    leaves, spec = tree.flatten(params)
+    shares = []
+    for label in known_labels:
+        positions = [index for index, other in enumerate(labels) if other == label]
+        if positions:
+            subtree = tree.subset(spec, leaves, set(positions))
+            _, subtree_spec = tree.flatten(subtree)
+            shares.append(Share(label, positions, subtree_spec))
+    return shares
 
 
-def masked(mask: Mask, decayed: Part, others: Part) -> Part:
-    """The first where the mask says so, and the other elsewhere."""
+def join_states(
+    shares: list[Share], states: list[OptState], *, is_transform: bool
+) -> OptState:
+    """Joins the states of all shares: to a dict by label, or to a tuple for Transforms.
 
-    def labels(params: Params) -> Tree:
-        flags, structure = (
-            mask(params) if callable(mask) else mask,
-            tree.flatten(params)[1],
-        )
-        each = tree.broadcast_prefix(flags, params)
-        if not all(isinstance(flag, bool) for flag in each):
+    The states of Transforms may hold no tensors, and no compiler follows a dict without any.
+    """
+    if is_transform:
+        return tuple(states)
+    labels = [share.label for share in shares]
+    return dict(zip(labels, states, strict=True))
+
+
+def split_state(
+    shares: list[Share], state: OptState, *, is_transform: bool
+) -> list[OptState] | None:
+    """Returns the state of each share; None if these shares did not make the joined state."""
+    if is_transform:
+        if isinstance(state, tuple) and len(state) == len(shares):
+            return [*state]
+        return None
+    labels = [share.label for share in shares]
+    if isinstance(state, dict) and state.keys() == set(labels):
+        return [state[label] for label in labels]
+    return None
+
+
+def partition_by_mask(
+    mask: Mask, selected: TransformOrOptimizer, others: TransformOrOptimizer
+) -> TransformOrOptimizer:
+    """Runs one part on the params where the mask is True, and another part on the others."""
+
+    def param_labels(params: Params) -> Tree:
+        prefix = mask(params) if callable(mask) else mask
+        flags = tree.broadcast_prefix(prefix, params)
+        spec = tree.flatten(params)[1]
+        if not all(isinstance(flag, bool) for flag in flags):
             raise ValueError(
                 "the weight-decay mask must be a tree of bools like the params, or a prefix of it, "
-                f"{tree.format_spec(structure)}, but it is {flags}"
+                f"{tree.format_spec(spec)}, but it is {prefix}"
             )
-        return tree.unflatten(structure, ["decay" if flag else "rest" for flag in each])
+        labels = ["decay" if flag else "rest" for flag in flags]
+        return tree.unflatten(spec, labels)
 
-    return partition(labels, {"decay": decayed, "rest": others})
+    return partition({"decay": selected, "rest": others}, param_labels)

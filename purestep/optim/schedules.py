@@ -1,10 +1,10 @@
-"""Learning rates as functions of the step: tensor in, tensor out, so that they trace and batch."""
+"""Computes learning rates from the step: tensor in, tensor out, so that they trace and batch."""
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,22 +16,25 @@ LearningRate: TypeAlias = float | Tensor | Schedule
 """A number, a scalar tensor (differentiated, or batched over an ensemble), or a schedule."""
 
 
-def rate_at(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
-    """The learning rate of this step; that of a schedule in float64."""
+def evaluate_rate(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
+    """Returns the learning rate of this step; that of a schedule in float64."""
     if not callable(learning_rate):
         return learning_rate
-    rate: Any = learning_rate(step)
-    return rate.to(torch.float64) if isinstance(rate, Tensor) else rate
+    rate: float | Tensor = learning_rate(step)
+    if isinstance(rate, Tensor):
+        rate = rate.to(torch.float64)
+    return rate
 
 
 def check_rate(learning_rate: object) -> None:
-    """Refuses what is neither a number, nor a scalar tensor, nor a schedule."""
+    """Raises unless this is a number, a scalar tensor or a schedule."""
     if is_scheduler(learning_rate):
         raise TypeError(
             f"learning_rate is a scheduler of torch.optim, which {SCHEDULER_HINT}"
         )
-    plain = callable(learning_rate) or isinstance(learning_rate, Real | Tensor)
-    if isinstance(learning_rate, type) or not plain:
+    is_class = isinstance(learning_rate, type)
+    is_number = isinstance(learning_rate, Real | Tensor)
+    if is_class or not (is_number or callable(learning_rate)):
         raise TypeError(
             "learning_rate must be a number, a scalar tensor or a schedule, which is a function of "
             f"the step, got {type(learning_rate).__name__}"
@@ -39,9 +42,9 @@ def check_rate(learning_rate: object) -> None:
 
 
 def is_scheduler(value: object) -> bool:
-    """Whether this is a learning rate scheduler of torch, or the class of one."""
-    kind = value if isinstance(value, type) else type(value)
-    return issubclass(kind, torch.optim.lr_scheduler.LRScheduler)
+    """Returns whether this is a learning rate scheduler of torch, or the class of one."""
+    cls = value if isinstance(value, type) else type(value)
+    return issubclass(cls, torch.optim.lr_scheduler.LRScheduler)
 
 
 SCHEDULER_HINT = (
@@ -54,7 +57,7 @@ SCHEDULER_HINT = (
 def linear_schedule(
     init_value: float, end_value: float, transition_steps: int
 ) -> Schedule:
-    """From ``init_value`` to ``end_value`` in a straight line, then constant.
+    """Moves from ``init_value`` to ``end_value`` in a straight line, then stays constant.
 
     >>> linear_schedule(0.0, 1.0, 4)(torch.tensor([0, 1, 4, 9])).tolist()
     [0.0, 0.25, 1.0, 1.0]
@@ -62,7 +65,8 @@ def linear_schedule(
     _check_steps("transition_steps", transition_steps)
 
     def schedule(step: Tensor) -> Tensor:
-        return init_value + (end_value - init_value) * _progress(step, transition_steps)
+        progress = _progress(step, transition_steps)
+        return init_value + (end_value - init_value) * progress
 
     return schedule
 
@@ -70,7 +74,7 @@ def linear_schedule(
 def cosine_decay_schedule(
     init_value: float, decay_steps: int, alpha: float = 0.0
 ) -> Schedule:
-    """From ``init_value`` to ``alpha * init_value`` along half a cosine, then constant.
+    """Moves from ``init_value`` to ``alpha * init_value`` along half a cosine, then stays constant.
 
     >>> cosine_decay_schedule(1.0, 2)(torch.tensor([0, 1, 2, 9])).tolist()
     [1.0, 0.5, 0.0, 0.0]
@@ -78,7 +82,8 @@ def cosine_decay_schedule(
     _check_steps("decay_steps", decay_steps)
 
     def schedule(step: Tensor) -> Tensor:
-        cosine = (1 + torch.cos(math.pi * _progress(step, decay_steps))) / 2
+        progress = _progress(step, decay_steps)
+        cosine = (1 + torch.cos(math.pi * progress)) / 2
         return init_value * ((1 - alpha) * cosine + alpha)
 
     return schedule
@@ -91,7 +96,7 @@ def warmup_cosine_decay_schedule(
     decay_steps: int,
     end_value: float = 0.0,
 ) -> Schedule:
-    """A line up to ``peak_value`` in ``warmup_steps``, then a cosine down to ``end_value``.
+    """Rises to ``peak_value`` in ``warmup_steps``, then falls to ``end_value`` along a cosine.
 
     As in optax, ``decay_steps`` is the length of the whole schedule, the warm-up included.
 
@@ -104,47 +109,56 @@ def warmup_cosine_decay_schedule(
             f"{decay_steps=} is the whole length and must be larger than {warmup_steps=}, which "
             "must be positive"
         )
-    up = linear_schedule(init_value, peak_value, warmup_steps)
-    down = cosine_decay_schedule(
+    warmup = linear_schedule(init_value, peak_value, warmup_steps)
+    decay = cosine_decay_schedule(
         peak_value, decay_steps - warmup_steps, end_value / peak_value
     )
-    return join_schedules([up, down], [warmup_steps])
+    return join_schedules([warmup, decay], [warmup_steps])
 
 
 def join_schedules(
     schedules: Sequence[Schedule], boundaries: Sequence[int]
 ) -> Schedule:
-    """Each schedule until its boundary, the next one from there on, counting from 0 again.
+    """Runs each schedule until its boundary, then the next one, which counts from 0 again.
 
     >>> halves = [lambda step: 1.0 * step, lambda step: 5.0 * step]
     >>> join_schedules(halves, [2])(torch.arange(4)).tolist()
     [0.0, 1.0, 0.0, 5.0]
     """
-    if len(boundaries) != len(schedules) - 1:
+    num_boundaries = len(schedules) - 1
+    if len(boundaries) != num_boundaries:
         raise ValueError(
-            f"{len(schedules)} schedules have {len(schedules) - 1} boundaries between them, "
+            f"{len(schedules)} schedules have {num_boundaries} boundaries between them, "
             f"but {len(boundaries)} were given"
         )
 
-    begins = [0, *boundaries]
-    # The last step that each is asked for, also where it is not chosen: its value is finite there,
-    # and so is its derivative, which a selection multiplies by zero.
-    lasts = [max(0, end - begin - 1) for begin, end in itertools.pairwise(begins)]
+    starts = [0, *boundaries]
+    # Each schedule computes a rate at every step, also where another one is selected. The rate and
+    # its derivative must be finite there, because a selection multiplies the derivative by zero. So
+    # no schedule sees a step outside of its interval.
+    last_steps: list[int | None] = []
+    for start, end in itertools.pairwise(starts):
+        last_steps.append(max(0, end - start - 1))
+    last_steps.append(None)
 
     def schedule(step: Tensor) -> Tensor:
-        rate: Tensor | None = None
-        for one, begin, last in zip(schedules, begins, [*lasts, None], strict=True):
-            own = one((step - begin).clamp(min=0, max=last))
-            rate = own if rate is None else torch.where(step < begin, rate, own)
-        return cast("Tensor", rate)
+        local_step = step.clamp(min=0, max=last_steps[0])
+        rate = schedules[0](local_step)
+        for number, start in enumerate(boundaries, 1):
+            local_step = (step - start).clamp(min=0, max=last_steps[number])
+            next_rate = schedules[number](local_step)
+            rate = torch.where(step < start, rate, next_rate)
+        return rate
 
     return schedule
 
 
-def _progress(step: Tensor, steps: int) -> Tensor:
-    return (step.to(torch.float64) / steps).clamp(0, 1)
+def _progress(step: Tensor, num_steps: int) -> Tensor:
+    """Computes the fraction of the steps that are taken, in float64."""
+    return (step.to(torch.float64) / num_steps).clamp(0, 1)
 
 
 def _check_steps(name: str, steps: int) -> None:
+    """Raises unless the number of steps is positive."""
     if steps <= 0:
         raise ValueError(f"{name}={steps} must be positive")

@@ -1,8 +1,9 @@
-"""The algorithms of ``torch.optim`` as pure functions."""
+"""Turns the algorithms of ``torch.optim`` into pure functions."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,27 +12,44 @@ from torch import Tensor
 from purestep import tree
 from purestep.optim.base import (
     Optimizer,
-    check_params,
+    check_tensor_params,
     raise_mismatch,
     reraise_with_hint,
 )
-from purestep.optim.schedules import LearningRate, check_rate, rate_at
+from purestep.optim.schedules import LearningRate, check_rate, evaluate_rate
 from purestep.types import OptState, Params, State, Tree
 
-PURE = {"AdamW": "adamw(lr)", "Adam": "adamw(lr, weight_decay=0)", "SGD": "sgd(lr)"}
-"""Namesakes whose arithmetic is plain."""
+PURE_NAMESAKES = {
+    "AdamW": "adamw(lr)",
+    "Adam": "adamw(lr, weight_decay=0)",
+    "SGD": "sgd(lr)",
+}
+"""The calls that do the same by plain arithmetic."""
 
-ANY = "ps.optim.sgd, adamw or lion, a chain of transforms, or an ps.optim.Optimizer of your own"
-"""What is always plain arithmetic."""
-
-ELEMENTWISE = (
-    "Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD"
+PURE_OPTIMIZERS = (
+    "ps.optim.sgd, adamw or lion, a chain of transforms, or an ps.optim.Optimizer of "
+    "your own"
 )
-"""Those of ``torch.optim`` that look at no more of a parameter than one element."""
+"""Optimizers that are always plain arithmetic."""
+
+ELEMENTWISE = [
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+]
+"""Algorithms of ``torch.optim`` that update each element from its own gradient and state alone."""
 
 
 class TorchState(NamedTuple):
-    """The number of steps, on the host, and torch's ``state`` of each parameter.
+    """Holds the number of steps, on the host, and torch's ``state`` of each parameter.
 
     >>> from_torch(torch.optim.RMSprop, lr=0.1).init({"w": torch.tensor(1.0)}).step
     tensor(0)
@@ -39,21 +57,6 @@ class TorchState(NamedTuple):
 
     step: Tensor
     leaves: Tree
-
-
-def check_algorithm(algorithm: type[torch.optim.Optimizer]) -> None:
-    """Refuses an algorithm that needs more than dense gradients."""
-    closure = inspect.signature(algorithm.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"torch.optim.{algorithm.__name__} computes the loss again in each step, by a closure, "
-            "and a pure update has only its gradients: take ps.optim.adamw, or call it by hand"
-        )
-    if issubclass(algorithm, torch.optim.SparseAdam):
-        raise TypeError(
-            "torch.optim.SparseAdam takes sparse gradients alone, and a step makes them dense to "
-            "add them up: take ps.optim.adamw, or from_torch(torch.optim.Adam)"
-        )
 
 
 def from_torch(
@@ -79,85 +82,25 @@ def from_torch(
     >>> optimizer.update({"w": torch.tensor([2.0])}, opt_state, params)[0], params
     ({'w': tensor([0.5000])}, {'w': tensor([1.])})
     """
-    if not (
-        isinstance(algorithm, type) and issubclass(algorithm, torch.optim.Optimizer)
-    ):
-        raise TypeError(
-            f"from_torch takes a class, such as torch.optim.AdamW, got {type(algorithm).__name__}: "
-            "its settings follow as keywords"
-        )
+    check_algorithm(algorithm)
     if lr is not None:
         check_rate(lr)
-    check_algorithm(algorithm)
-    name = algorithm.__name__
-    plain = f"ps.optim.{PURE[name]}, which is plain arithmetic" if name in PURE else ANY
-    if settings.get("differentiable"):
-        raise ValueError(
-            "from_torch(differentiable=True): torch's in-place steps are not differentiated here; "
-            f"Take {plain}"
-        )
-    as_tensor = settings.get("fused") or settings.get("capturable")
-    elementwise = name in ELEMENTWISE and algorithm.__module__.startswith(
-        "torch.optim."
-    )
-
-    def built(leaves: list[Tensor], step: Tensor) -> torch.optim.Optimizer:
-        rate = None if lr is None else rate_at(lr, step)
-        rates = {} if rate is None else {"lr": rate if as_tensor else float(rate)}
-        make: Any = algorithm
-        try:
-            made: torch.optim.Optimizer = make(leaves, **rates, **settings)
-        except ValueError as error:
-            raise ValueError(
-                f"torch.optim.{name}: {error} (parameters of different kinds go to different "
-                "optimizers through ps.optim.partition)"
-            ) from error
-        return made
+    factory = OptimizerFactory(algorithm, lr, settings)
+    check_not_differentiable(factory)
 
     def init(params: Params) -> TorchState:
-        check_params(params)
-        # torch makes its state at the first step: one with zeros tells what there is to keep.
-        leaves, structure = tree.flatten(params)
-        axes = (
-            []
-            if elementwise
-            else [place.axis for place in tree.shard_specs(structure) if place]
-        )
-        if axes:
-            raise ValueError(
-                f"{name} may look at all of a parameter, and a Shard over {axes[0]} holds a piece "
-                "of it: give it whole parameters, and the others by ps.optim.partition to an "
-                f"algorithm that works on each element, such as {ELEMENTWISE}"
-            )
-        own = [leaf.detach().clone() for leaf in leaves]
-        step = torch.zeros((), dtype=torch.int64)
-        optimizer = built(own, step)
-        for leaf in own:
-            leaf.grad = torch.zeros_like(leaf)
-        optimizer.step()
-        states = [
-            {key: zeros(key, x) for key, x in optimizer.state[leaf].items()}
-            for leaf in own
-        ]
-        return TorchState(step, tree.unflatten(structure, states))
-
-    def zeros(key: str, value: Any) -> Tensor | None:
-        if value is None or isinstance(value, Tensor):
-            return None if value is None else torch.zeros_like(value)
-        raise TypeError(
-            f"torch.optim.{name} keeps {key!r} as {type(value).__name__}, but the state of a pure "
-            "optimizer is tensors alone: write it as ps.optim.Optimizer(init, update)"
-        )
+        check_tensor_params(params)
+        return init_state(factory, params)
 
     def update(
         grads: Tree, opt_state: OptState, params: Params
     ) -> tuple[Params, OptState]:
         # Some algorithms write to the gradients too: SGD looks ahead in them, with ``foreach``.
-        own = tree.map(
+        grads = tree.map(
             lambda grad, param: grad.to(param.dtype, copy=True), grads, params
         )
         params, opt_state = tree.map(torch.clone, (params, opt_state))
-        return update_(own, opt_state, params, None)
+        return update_(grads, opt_state, params, None)
 
     def update_(
         grads: Tree, opt_state: Any, params: Params, applied: Tensor | None
@@ -168,32 +111,24 @@ def from_torch(
             raise_mismatch(init, grads, opt_state, params)
         if not tree.is_plain_eager(grads, opt_state, params, lr):
             raise ValueError(
-                f"torch.optim.{name} steps in place, which a transform (vmap, grad, jvp, "
+                f"torch.optim.{factory.name} steps in place, which a transform (vmap, grad, jvp, "
                 "torch.compile) cannot follow: its derivatives would be wrong without a word. "
-                f"Take {plain}"
+                f"Take {factory.alternative}"
             )
-        own, structure = tree.flatten(tree.detach(params))
-        optimizer = built(own, opt_state.step)
+        leaves, structure = tree.flatten(tree.detach(params))
+        optimizer = factory.make_optimizer(leaves, opt_state.step)
         try:
             states = structure.flatten_up_to(opt_state.leaves)
-            theirs = tree.leaves_matching(structure, grads)
-            for leaf, grad, state in zip(own, theirs, states, strict=True):
-                kept = tree.leaves(state)
-                # Fused kernels do not look: they would read and write beyond the end.
-                if settings.get("fused") and any(
-                    x.ndim and x.shape != leaf.shape for x in kept
-                ):
-                    raise ValueError(
-                        f"torch.optim.{name}: state and parameters differ in shape"
-                    )
-                leaf.grad = grad.to(leaf.dtype)
-                if opt_state.step:
-                    optimizer.state[leaf].update(state)
-            optimizer.step()
-            for leaf, state in zip(own, states, strict=True):
-                tree.copy_(
-                    state, {key: optimizer.state[leaf][key] for key in state}, None
-                )
+            grad_leaves = tree.leaves_matching(structure, grads)
+            if settings.get("fused"):
+                check_state_shapes(factory, leaves, states)
+            step_in_place(
+                optimizer,
+                leaves,
+                grad_leaves,
+                states,
+                is_first_step=not opt_state.step,
+            )
         except Exception as error:
             reraise_with_hint(init, opt_state, params, error)
             raise
@@ -201,3 +136,163 @@ def from_torch(
         return params, opt_state
 
     return Optimizer(init, update, update_)
+
+
+def check_not_differentiable(factory: OptimizerFactory) -> None:
+    """Raises if torch is asked to record its steps."""
+    if factory.settings.get("differentiable"):
+        raise ValueError(
+            "from_torch(differentiable=True): torch's in-place steps are not differentiated here; "
+            f"Take {factory.alternative}"
+        )
+
+
+def check_algorithm(algorithm: Any) -> None:
+    """Raises unless this is a class of optimizers that need no more than dense gradients."""
+    is_class = isinstance(algorithm, type)
+    if not is_class or not issubclass(algorithm, torch.optim.Optimizer):
+        raise TypeError(
+            f"from_torch takes a class, such as torch.optim.AdamW, got {type(algorithm).__name__}: "
+            "its settings follow as keywords"
+        )
+    closure = inspect.signature(algorithm.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"torch.optim.{algorithm.__name__} computes the loss again in each step, by a closure, "
+            "and a pure update has only its gradients: take ps.optim.adamw, or call it by hand"
+        )
+    if issubclass(algorithm, torch.optim.SparseAdam):
+        raise TypeError(
+            "torch.optim.SparseAdam takes sparse gradients alone, and a step makes them dense to "
+            "add them up: take ps.optim.adamw, or from_torch(torch.optim.Adam)"
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerFactory:
+    """Makes ``torch.optim`` objects of one algorithm, one for each update."""
+
+    algorithm: type[torch.optim.Optimizer]
+    lr: LearningRate | None
+    settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the algorithm."""
+        return self.algorithm.__name__
+
+    @property
+    def alternative(self) -> str:
+        """Names an optimizer to take where a transform cannot follow steps in place."""
+        if self.name in PURE_NAMESAKES:
+            return f"ps.optim.{PURE_NAMESAKES[self.name]}, which is plain arithmetic"
+        return PURE_OPTIMIZERS
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Returns whether a shard of a parameter is enough for its update."""
+        is_torchs = self.algorithm.__module__.startswith("torch.optim.")
+        return is_torchs and self.name in ELEMENTWISE
+
+    def make_optimizer(
+        self, leaves: list[Tensor], step: Tensor
+    ) -> torch.optim.Optimizer:
+        """Makes the optimizer of these leaves, with the learning rate of this step."""
+        settings = dict(self.settings)
+        if self.lr is not None:
+            lr = evaluate_rate(self.lr, step)
+            takes_tensor = settings.get("fused") or settings.get("capturable")
+            settings["lr"] = lr if takes_tensor else float(lr)
+        algorithm: Any = self.algorithm
+        try:
+            optimizer: torch.optim.Optimizer = algorithm(leaves, **settings)
+        except ValueError as error:
+            raise ValueError(
+                f"torch.optim.{self.name}: {error} (parameters of different kinds go to different "
+                "optimizers through ps.optim.partition)"
+            ) from error
+        return optimizer
+
+
+def init_state(factory: OptimizerFactory, params: Params) -> TorchState:
+    """Makes the first state by a step of copies of the params, with gradients of zero.
+
+    torch makes its state at the first step, so this step shows which tensors there are.
+    """
+    leaves, structure = tree.flatten(params)
+    if not factory.is_elementwise:
+        check_no_shards(factory, structure)
+    copies = [leaf.detach().clone() for leaf in leaves]
+    step = torch.zeros((), dtype=torch.int64)
+    optimizer = factory.make_optimizer(copies, step)
+    for leaf in copies:
+        leaf.grad = torch.zeros_like(leaf)
+    optimizer.step()
+    states = [zeros_like_state(factory, optimizer.state[leaf]) for leaf in copies]
+    return TorchState(step, tree.unflatten(structure, states))
+
+
+def check_no_shards(factory: OptimizerFactory, structure: tree.TreeSpec) -> None:
+    """Raises if any leaf is a shard."""
+    for shard_spec in tree.shard_specs(structure):
+        if shard_spec:
+            raise ValueError(
+                f"{factory.name} may look at all of a parameter, and a Shard over "
+                f"{shard_spec.axis} holds a piece of it: give it whole parameters, and the others "
+                "by ps.optim.partition to an algorithm that works on each element, such as "
+                f"{', '.join(ELEMENTWISE)}"
+            )
+
+
+def zeros_like_state(
+    factory: OptimizerFactory, state: dict[str, Any]
+) -> dict[str, Tensor | None]:
+    """Returns the state of one parameter before its first step; raises if it holds no tensors."""
+    zeros: dict[str, Tensor | None] = {}
+    for key, value in state.items():
+        if value is None:
+            zeros[key] = None
+        elif isinstance(value, Tensor):
+            zeros[key] = torch.zeros_like(value)
+        else:
+            raise TypeError(
+                f"torch.optim.{factory.name} keeps {key!r} as {type(value).__name__}, but the "
+                "state of a pure optimizer is tensors alone: write it as "
+                "ps.optim.Optimizer(init, update)"
+            )
+    return zeros
+
+
+def check_state_shapes(
+    factory: OptimizerFactory, leaves: list[Tensor], states: list[Any]
+) -> None:
+    """Raises unless the state has the params' shapes, scalars aside.
+
+    Fused kernels do not compare shapes: they would read and write beyond the end.
+    """
+    for leaf, state in zip(leaves, states, strict=True):
+        for value in tree.leaves(state):
+            if value.ndim and value.shape != leaf.shape:
+                raise ValueError(
+                    f"torch.optim.{factory.name}: state and parameters differ in shape"
+                )
+
+
+def step_in_place(
+    optimizer: torch.optim.Optimizer,
+    leaves: list[Tensor],
+    grads: list[Tensor],
+    states: list[Any],
+    *,
+    is_first_step: bool,
+) -> None:
+    """Takes one step, which writes to leaves and states."""
+    for leaf, grad, state in zip(leaves, grads, states, strict=True):
+        leaf.grad = grad.to(leaf.dtype)
+        # Before the first step torch expects no state, and makes it.
+        if not is_first_step:
+            optimizer.state[leaf].update(state)
+    optimizer.step()
+    for leaf, state in zip(leaves, states, strict=True):
+        new_state = {key: optimizer.state[leaf][key] for key in state}
+        tree.copy_(state, new_state, None)

@@ -1,4 +1,4 @@
-"""Transforms of gradients, each a few lines of plain tensor arithmetic."""
+"""Defines transforms of gradients, each a few lines of plain tensor arithmetic."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from purestep import tree
 from purestep.optim.arithmetic import Arithmetic, Number, as_scalar
 from purestep.optim.base import Transform
-from purestep.optim.elementwise import Formula, elementwise, widened
-from purestep.optim.partition import Mask, masked
+from purestep.optim.elementwise import Formula, Results, elementwise, widen_grad
+from purestep.optim.partition import Mask, partition_by_mask
 from purestep.tree import foreach
 from purestep.types import OptState, Params, Tree
 
@@ -25,28 +25,29 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
     ({'w': tensor([0.6000, 0.8000])}, ())
     """
 
-    def flatten_wide(grads: Tree) -> tuple[list[Tensor], tree.TreeSpec]:
-        leaves, structure = tree.flatten(grads)
-        return [widened(leaf) for leaf in leaves], structure
-
     def update(grads: Tree, state: OptState, params: Params) -> tuple[Tree, OptState]:
-        leaves, structure = flatten_wide(grads)
-        norm = tree.global_norm(tree.unflatten(structure, leaves))
-        longer = norm > max_norm
+        grads = tree.map(widen_grad, grads)
+        norm = tree.global_norm(grads)
+        is_longer = norm > max_norm
         # Divided by 1 where nothing is clipped: a derivative reaches both branches.
-        factor = torch.where(longer, max_norm / torch.where(longer, norm, 1), 1)
-        scaled = [leaf * as_scalar(factor, leaf) for leaf in leaves]
-        return tree.unflatten(structure, scaled), state
+        divisor = torch.where(is_longer, norm, 1)
+        factor = torch.where(is_longer, max_norm / divisor, 1)
+        grads = tree.map(lambda grad: grad * as_scalar(factor, grad), grads)
+        return grads, state
 
     def update_(
         grads: Tree, state: OptState, params: Params, applied: Tensor | None
     ) -> tuple[Tree, OptState]:
-        leaves, structure = flatten_wide(grads)
+        leaves, structure = tree.flatten(grads)
+        leaves = [widen_grad(leaf) for leaf in leaves]
+        # An expanded gradient, as of x.sum(), has one memory for all elements. A map, at each step.
         is_dense = all(map(Tensor.is_contiguous, leaves))
         if not is_dense or tree.leaves_require_grad([*leaves, max_norm]):
             return update(grads, state, params)
         grads = tree.unflatten(structure, leaves)
-        factor = (max_norm / tree.global_norm(grads)).clamp(max=1).nan_to_num(1)
+        norm = tree.global_norm(grads)
+        factor = (max_norm / norm).clamp(max=1).nan_to_num(1)
+        # Nothing to write if the factor is 1, which the host reads without waiting for a device.
         if leaves and (not factor.is_cpu or factor != 1):
             foreach.scale_(leaves, factor)
         return grads, state
@@ -55,7 +56,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
 
 
 class MomentumState(NamedTuple):
-    """The decaying sum of gradients.
+    """Holds the decaying sum of gradients.
 
     >>> momentum(0.9).init(torch.ones(2))
     MomentumState(trace=tensor([0., 0.]))
@@ -76,12 +77,16 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     """
 
     def rule(ops: Arithmetic, step: None, decay: Number) -> Formula:
-        def formula(grads: Any, params: Any, trace: Any) -> tuple[Any, Any]:
+        def formula(grads: Any, params: Any, trace: Any) -> Results:
             if nesterov:
-                trace = ops.add_(ops.mul_(trace, decay), grads)
-                return ops.add_(grads, trace, decay), trace
-            updates = ops.add_(ops.cast(grads, trace), trace, decay)
-            return updates, ops.assign_(trace, updates)
+                trace = ops.mul_(trace, decay)
+                trace = ops.add_(trace, grads)
+                updates = ops.add_(grads, trace, decay)
+            else:
+                updates = ops.cast(grads, trace)
+                updates = ops.add_(updates, trace, decay)
+                trace = ops.assign_(trace, updates)
+            return updates, trace
 
         return formula
 
@@ -89,7 +94,7 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
 
 
 class AdamState(NamedTuple):
-    """The number of steps, and the decaying means of the gradients and of their squares.
+    """Holds the number of steps, and the decaying means of the gradients and of their squares.
 
     >>> scale_by_adam().init(torch.tensor(1.0))
     AdamState(step=tensor(0), mu=tensor(0.), nu=tensor(0.))
@@ -116,18 +121,32 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 
     def rule(ops: Arithmetic, step: Tensor) -> Formula:
         count = step.to(torch.float64)
-        mu_correction, nu_correction = 1 - b1**count, 1 - b2**count
+        mu_correction = 1 - b1**count
+        nu_correction = 1 - b2**count
 
-        def formula(grads: Any, params: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
+        def formula(grads: Any, params: Any, mu: Any, nu: Any) -> Results:
             grads = ops.cast(grads, mu)
-            mu = ops.lerp_(mu, grads, 1 - b1)
-            nu = ops.addcmul_(ops.mul_(nu, b2), grads, grads, 1 - b2)
-            deviation = ops.add_(ops.sqrt(ops.div(nu, nu_correction)), eps)
-            return ops.div_(ops.div(mu, mu_correction), deviation), mu, nu
+            mu, nu = update_moments(ops, grads, mu, nu, b1=b1, b2=b2)
+            mean = ops.div(mu, mu_correction)
+            variance = ops.div(nu, nu_correction)
+            deviation = ops.sqrt(variance)
+            deviation = ops.add_(deviation, eps)
+            updates = ops.div_(mean, deviation)
+            return updates, mu, nu
 
         return formula
 
     return elementwise(Transform, AdamState, [], rule, reads_params=False)
+
+
+def update_moments(
+    ops: Arithmetic, grads: Any, mu: Any, nu: Any, *, b1: float, b2: float
+) -> Results:
+    """Updates Adam's decaying means of the gradients and of their squares."""
+    mu = ops.lerp_(mu, grads, 1 - b1)
+    nu = ops.mul_(nu, b2)
+    nu = ops.addcmul_(nu, grads, grads, 1 - b2)
+    return mu, nu
 
 
 def add_decayed_weights(
@@ -143,13 +162,18 @@ def add_decayed_weights(
     {'bias': tensor([0.]), 'weight': tensor([[0.1000]])}
     """
     if mask is not None:
-        return masked(mask, add_decayed_weights(weight_decay), add_decayed_weights(0.0))
-    # What does not decay is not touched, not even multiplied by zero.
+        decay = add_decayed_weights(weight_decay)
+        no_decay = add_decayed_weights(0.0)
+        return partition_by_mask(mask, decay, no_decay)
+    # Without decay gradients pass through: 0 · θ would turn an infinite θ into NaN.
     decays = isinstance(weight_decay, Tensor) or weight_decay != 0
 
     def rule(ops: Arithmetic, step: None, weight_decay: Number) -> Formula:
-        if not decays:
-            return lambda grads, params: (grads,)
-        return lambda grads, params: (ops.add_(grads, params, weight_decay),)
+        def formula(grads: Any, params: Any) -> Results:
+            if decays:
+                grads = ops.add_(grads, params, weight_decay)
+            return (grads,)
+
+        return formula
 
     return elementwise(Transform, tuple, [weight_decay], rule)

@@ -1,6 +1,6 @@
-"""Optimizers around an optimizer, with a wider or slower copy of the params beside its state."""
+"""Wraps optimizers, and adds a wider or slower copy of the params to their state."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,16 +11,16 @@ from purestep.optim.base import (
     Optimizer,
     Transform,
     check_optimizer,
-    check_params,
+    check_tensor_params,
     raise_mismatch,
     update_in_place,
 )
-from purestep.optim.elementwise import Formula, elementwise, flatten_alike
+from purestep.optim.elementwise import Formula, Results, elementwise, flatten_alike
 from purestep.types import OptState, Params, State, Tree
 
 
 class MasterState(NamedTuple):
-    """The params in float32, and the state of the inner optimizer.
+    """Holds the params in float32, and the state of the inner optimizer.
 
     >>> import torch
     >>> from purestep.optim import sgd
@@ -56,68 +56,72 @@ def master_weights(optimizer: Optimizer) -> Optimizer[State]:
     check_optimizer("master_weights wraps an Optimizer", optimizer)
 
     def init(params: Params) -> MasterState:
-        master = wide_copy(params)
+        master = copy_wide(params)
         return MasterState(master, optimizer.init(master))
 
-    def wide_update(
-        update: Any, grads: Tree, opt_state: Any, params: Params, *applied: Any
-    ) -> tuple[Params, OptState]:
-        """Updates the float32 copy."""
-        if not isinstance(opt_state, MasterState) or not flatten_alike(
-            grads, params, opt_state.master
-        ):
-            raise_mismatch(init, grads, opt_state, params)
-        wide = tree.map(lambda grad, m: grad.to(m.dtype), grads, opt_state.master)
-        moved: tuple[Params, OptState] = update(
-            wide, opt_state.inner, opt_state.master, *applied
-        )
-        return moved
+    inner_update_ = update_in_place(optimizer)
 
-    def update(
-        grads: Tree, opt_state: OptState, params: Params
-    ) -> tuple[Params, OptState]:
-        master, inner = wide_update(optimizer.update, grads, opt_state, params)
+    def widen_to_master(grads: Tree, opt_state: Any, params: Params) -> Tree:
+        """Casts gradients to the dtypes of the master params."""
+        inputs = None
+        if isinstance(opt_state, MasterState):
+            inputs = flatten_alike(grads, params, opt_state.master)
+        if inputs is None:
+            raise_mismatch(init, grads, opt_state, params)
+        grad_leaves, _, master = inputs.columns
+        wide_grads = []
+        for grad, param in zip(grad_leaves, master, strict=True):
+            wide_grads.append(grad.to(param.dtype))
+        return tree.unflatten(inputs.specs[0], wide_grads)
+
+    def update(grads: Tree, opt_state: Any, params: Params) -> tuple[Params, OptState]:
+        grads = widen_to_master(grads, opt_state, params)
+        master, inner = optimizer.update(grads, opt_state.inner, opt_state.master)
         rounded = tree.map(
             lambda param, m: m.to(param.dtype, copy=True), params, master
         )
         return rounded, MasterState(master, inner)
 
     def update_(
-        grads: Tree, opt_state: OptState, params: Params, applied: Tensor | None
+        grads: Tree, opt_state: Any, params: Params, applied: Tensor | None
     ) -> tuple[Params, OptState]:
-        master, inner = wide_update(
-            update_in_place(optimizer), grads, opt_state, params, applied
-        )
-        assert rounding.update_ is not None
-        params, _ = rounding.update_(master, (), params, applied)
+        grads = widen_to_master(grads, opt_state, params)
+        master, inner = inner_update_(grads, opt_state.inner, opt_state.master, applied)
+        params, _ = round_over_params_(master, (), params, applied)
         return params, MasterState(master, inner)
 
     return Optimizer(init, update, update_)
 
 
 def replace_params(ops: Arithmetic, step: None) -> Formula:
-    """Returns a formula whose new params are what stands in the place of the gradients."""
-    return lambda replacements, params: (replacements,)
+    """Returns a formula whose new params are the tree in the place of the gradients."""
+
+    def formula(replacements: Any, params: Any) -> Results:
+        return (replacements,)
+
+    return formula
 
 
-rounding: Optimizer = elementwise(Optimizer, tuple, [], replace_params)
+round_over_params_ = update_in_place(elementwise(Optimizer, tuple, [], replace_params))
 """Writes a tree over the params, rounded to their dtypes."""
 
 
-def wide_copy(params: Params) -> Params:
-    """The params in float32 at least, in other memory; detached where only autograd looks on."""
-    check_params(params)
-    differentiable = not tree.can_write()
+def copy_wide(params: Params) -> Params:
+    """Copies the params to float32 at least; detaches them where no transform follows them."""
+    check_tensor_params(params)
+    detaches = tree.can_write()
 
-    def copied(param: Tensor) -> Tensor:
-        param = param if differentiable else param.detach()
-        return param.to(tree.accumulation_dtype(param.dtype), copy=True)
+    def copy(param: Tensor) -> Tensor:
+        if detaches:
+            param = param.detach()
+        dtype = tree.accumulation_dtype(param.dtype)
+        return param.to(dtype, copy=True)
 
-    return tree.map(copied, params)
+    return tree.map(copy, params)
 
 
 class EmaState(NamedTuple):
-    """The mean of the params, at least in float32, and the state of the inner optimizer.
+    """Holds the mean of the params, at least in float32, and the state of the inner optimizer.
 
     >>> import torch
     >>> from purestep.optim import sgd
@@ -130,7 +134,7 @@ class EmaState(NamedTuple):
 
 
 class AverageState(NamedTuple):
-    """The mean alone, as the state of the transform that moves it."""
+    """Holds the mean alone, as the state of the transform that moves it."""
 
     average: Params
 
@@ -160,38 +164,40 @@ def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
         raise ValueError(f"ema: {decay=} must be from 0 to 1, such as 0.999")
 
     def init(params: Params) -> EmaState:
-        return EmaState(wide_copy(params), optimizer.init(params))
+        return EmaState(copy_wide(params), optimizer.init(params))
 
     def move_average(ops: Arithmetic, step: None, decay: Number) -> Formula:
-        def formula(moved: Any, _: Any, average: Any) -> tuple[Any, Any]:
-            return moved, ops.lerp(average, ops.cast(moved, average), 1 - decay)
+        def formula(params: Any, _: Any, average: Any) -> Results:
+            wide_params = ops.cast(params, average)
+            average = ops.lerp(average, wide_params, 1 - decay)
+            return params, average
 
         return formula
 
-    averaging = elementwise(
+    averaging: Transform = elementwise(
         Transform, AverageState, [decay], move_average, reads_params=False
     )
 
     def average_after(
-        update: Any,
-        update_average: Any,
-        grads: Tree,
-        opt_state: Any,
-        params: Params,
-        *applied: Any,
-    ) -> tuple[Params, OptState]:
-        if not isinstance(opt_state, EmaState) or not flatten_alike(
-            grads, params, opt_state.average
-        ):
-            raise_mismatch(init, grads, opt_state, params)
-        moved, inner = update(grads, opt_state.inner, params, *applied)
-        _, state = update_average(
-            moved, AverageState(opt_state.average), None, *applied
-        )
-        return moved, EmaState(state.average, inner)
+        inner_update: Callable[..., Any], update_average: Callable[..., Any]
+    ) -> Any:
+        def update(
+            grads: Tree, opt_state: Any, params: Params, *applied: Any
+        ) -> tuple[Params, OptState]:
+            inputs = None
+            if isinstance(opt_state, EmaState):
+                inputs = flatten_alike(grads, params, opt_state.average)
+            if inputs is None:
+                raise_mismatch(init, grads, opt_state, params)
+            params, inner = inner_update(grads, opt_state.inner, params, *applied)
+            average_state = AverageState(opt_state.average)
+            _, new_state = update_average(params, average_state, None, *applied)
+            return params, EmaState(new_state.average, inner)
+
+        return update
 
     return Optimizer(
         init,
-        partial(average_after, optimizer.update, averaging.update),
-        partial(average_after, update_in_place(optimizer), averaging.update_),
+        average_after(optimizer.update, averaging.update),
+        average_after(update_in_place(optimizer), update_in_place(averaging)),
     )

@@ -1,8 +1,8 @@
-"""Buckets: leaves of one dtype that travel between ranks together, last first.
+"""Buckets of leaves of one dtype, each of which takes one collective. The last leaf comes first.
 
-The backward pass finds the gradient of the last leaf first. Leaves lie in a bucket row by row,
-whatever their strides on any rank. All ranks sum one row, or gather a row of each; or they scatter
-a row for each rank, of which this rank keeps the sum of one.
+The backward pass computes the gradient of the last leaf first. Every leaf is contiguous in its
+bucket, whatever its strides on any rank. A bucket is a matrix: of one row, which ranks sum or
+gather; or of one row for each rank, whose sums are scattered.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,188 +21,273 @@ from purestep.sharding.layout import pack_rows, row_numel, unpack_rows
 from purestep.tree.shard import ShardSpec
 
 FIRST_BYTES = 2**20
-"""The size of the first bucket, so that it leaves early."""
+"""The size of the first bucket of gradients: small, so that it is launched early."""
+
+
+class _BucketKey(NamedTuple):
+    """Properties that the leaves of a bucket share."""
+
+    dtype: torch.dtype
+    device: torch.device
+    reduce_axis: ProcessAxis | None
+    scatter_axis: ProcessAxis | None
+    num_rows: int
 
 
 @dataclass
 class _Bucket:
-    """Where each of its leaves begins, which of them it waits for, and the memory of all."""
+    """A collective: its leaves, the axes over which it runs, and its memory."""
 
-    dtype: torch.dtype
-    device: torch.device
-    over: ProcessAxis | None
-    apart: ProcessAxis | None
-    rows: int
+    key: _BucketKey
+    row_len: int = 0
     offsets: dict[int, int] = field(default_factory=dict)
-    width: int = 0
-    waiting: set[int] = field(default_factory=set)
+    """The column where each leaf begins, by the position of the leaf."""
+    pending: set[int] = field(default_factory=set)
+    """The leaves that have not been added yet."""
     wait: Wait | None = None
 
     @cached_property
     def memory(self) -> Tensor:
-        """The rows of all leaves, made when the first is there; backends take no empty ones."""
+        """Allocates the rows when the first leaf is added; backends take no empty tensors."""
         return torch.empty(
-            self.rows, max(self.width, 1), dtype=self.dtype, device=self.device
+            self.key.num_rows,
+            max(self.row_len, 1),
+            dtype=self.key.dtype,
+            device=self.key.device,
         )
+
+    def columns(self, index: int, length: int) -> Tensor:
+        """Returns the columns of a leaf."""
+        start = self.offsets[index]
+        return self.memory[:, start : start + length]
+
+    def launch(self, op: str) -> None:
+        """Launches its first collective: ``op`` if its leaves are sharded, else a sum."""
+        if self.key.scatter_axis is not None:
+            self.wait = self.key.scatter_axis.launch(self.memory, op)
+        else:
+            self.launch_sum()
+
+    def launch_sum(self) -> None:
+        """Launches the sum over ``reduce_axis``, if it has one."""
+        if self.key.reduce_axis is not None:
+            self.wait = self.key.reduce_axis.launch(self.memory[0])
+
+    def receive_shards(self) -> None:
+        """Waits for a scatter or gather, whose result replaces the memory, and frees that."""
+        if self.key.scatter_axis is None or self.wait is None:
+            return
+        received = self.wait()
+        self.memory = received.view(-1, max(self.row_len, 1))
+        self.wait = None
 
 
 class GradBuckets:
-    """Leaves that travel between ranks, while a backward pass runs: their sums, above all.
+    """Gradients that are summed over ranks while a backward pass runs.
 
-    ``ready(index, total)`` takes the final sum of a leaf, and lets the full buckets leave; ``fill``
-    takes all others. After ``wait`` the ``sums`` are those of all ranks, by position. All ranks
-    launch buckets in one order. Where the loss itself runs collectives over an axis of theirs, no
-    bucket leaves before ``launch``, since ranks might mix them up.
+    ``ready(index, total)`` adds the final sum of a leaf, and launches the buckets that are full;
+    ``add_remaining`` adds the other leaves. After ``wait``, ``sums`` holds the sums of all ranks,
+    by position. All ranks launch their buckets in one order. If the loss itself runs collectives
+    over one of the axes, no bucket leaves before ``launch``, since ranks might mix them up.
 
-    Leaves with a place in ``apart`` are scattered, or gathered if that is the ``law``. ``over`` has
-    the leaves that are summed over an axis, after a scatter if they have one.
+    Leaves in ``scatter_specs`` are scattered. ``reduce_axes`` holds the axes over which leaves are
+    summed, after the scatter if there is one; by default that is ``axis`` for all of them.
     """
+
+    op = "psum_scatter"
+    first_bytes: float = FIRST_BYTES
 
     def __init__(
         self,
         axis: ProcessAxis,
         leaves: Mapping[int, Tensor],
         dtypes: Sequence[torch.dtype],
-        apart: Mapping[int, ShardSpec] | None = None,
-        over: Mapping[int, ProcessAxis] | None = None,
-        law: str = "psum_scatter",
-        first_bytes: float = FIRST_BYTES,
+        scatter_specs: Mapping[int, ShardSpec] | None = None,
+        reduce_axes: Mapping[int, ProcessAxis] | None = None,
     ) -> None:
-        self._left, self._apart, self._law = 0, apart or {}, law
         self.sums: dict[int, Tensor] = {}
-        self._of: dict[int, _Bucket] = {}
+        self._axis = axis
+        self._scatter_specs = scatter_specs or {}
+        self._bucket_of: dict[int, _Bucket] = {}
         self._buckets: list[_Bucket] = []
-        latest: dict[object, _Bucket] = {}
-        for at, leaf in reversed([*leaves.items()]):
-            place, beside = self._apart.get(at), axis if over is None else over.get(at)
-            ranks = place.axis.size if place else 1
-            width = row_numel(place) if place else leaf.numel()
-            rows = 1 if law == "all_gather" else ranks
-            kind = dtypes[at], leaf.device, beside, place and place.axis, rows
-            bucket = latest.get(kind)
-            most = min(
-                axis.bucket_bytes, math.inf if self._buckets[1:] else first_bytes
-            )
-            if (
-                bucket is None
-                or (bucket.width + width) * ranks * dtypes[at].itemsize > most
-            ):
-                latest[kind] = bucket = _Bucket(*kind)
-                self._buckets.append(bucket)
-            self._of[at], bucket.offsets[at] = bucket, bucket.width
-            bucket.width += width
-            bucket.waiting.add(at)
-        # The leaf with the lowest position is the last to be ready.
+        self._num_launched = 0
+        newest: dict[_BucketKey, _Bucket] = {}
+        for index in reversed([*leaves]):
+            reduce_axis: ProcessAxis | None = axis
+            if reduce_axes is not None:
+                reduce_axis = reduce_axes.get(index)
+            self._assign(newest, index, leaves[index], dtypes[index], reduce_axis)
+        # A bucket is complete when its lowest position is, which is the last one to be ready.
         self._buckets.sort(key=lambda bucket: -min(bucket.offsets))
-        ends = [end for bucket in self._buckets for end in (bucket.over, bucket.apart)]
-        self._axes = {axis, *(end for end in ends if end is not None)}
+        self._axes = {axis}
+        for bucket in self._buckets:
+            if bucket.key.reduce_axis is not None:
+                self._axes.add(bucket.key.reduce_axis)
+            if bucket.key.scatter_axis is not None:
+                self._axes.add(bucket.key.scatter_axis)
         self.begin()
 
-    def _meetings(self) -> list[int | None]:
-        return [axis.meetings for axis in self._axes]
+    def _assign(
+        self,
+        newest: dict[_BucketKey, _Bucket],
+        index: int,
+        leaf: Tensor,
+        dtype: torch.dtype,
+        reduce_axis: ProcessAxis | None,
+    ) -> None:
+        """Assigns a leaf to the newest bucket of its kind, or to another one if that is full."""
+        shard_spec = self._scatter_specs.get(index)
+        scatter_axis = None
+        num_ranks = 1
+        row_len = leaf.numel()
+        if shard_spec is not None:
+            scatter_axis = shard_spec.axis
+            num_ranks = scatter_axis.size
+            row_len = row_numel(shard_spec)
+        key = _BucketKey(
+            dtype=dtype,
+            device=leaf.device,
+            reduce_axis=reduce_axis,
+            scatter_axis=scatter_axis,
+            num_rows=1 if self.op == "all_gather" else num_ranks,
+        )
+        max_bytes: float = self._axis.bucket_bytes
+        if len(self._buckets) < 2:
+            max_bytes = min(max_bytes, self.first_bytes)
+        max_len = max_bytes / (num_ranks * dtype.itemsize)
+        bucket = newest.get(key)
+        if bucket is None or bucket.row_len + row_len > max_len:
+            bucket = _Bucket(key)
+            newest[key] = bucket
+            self._buckets.append(bucket)
+        self._bucket_of[index] = bucket
+        bucket.offsets[index] = bucket.row_len
+        bucket.row_len += row_len
+        bucket.pending.add(index)
 
     def begin(self) -> None:
-        """From here on, no collective runs over the axes but the buckets and those of the loss."""
-        self._begun = self._meetings()
+        """Begins to watch for collectives of the loss: none but the buckets run from here on."""
+        self._num_collectives = self._count_collectives()
+
+    def _count_collectives(self) -> list[int | None]:
+        """Counts the collectives that have begun, on each axis."""
+        return [axis.num_collectives for axis in self._axes]
 
     @property
-    def early(self) -> int:
-        """How many buckets have left before a collective of the loss; alike on all ranks."""
-        return 0 if self._begun == self._meetings() else self._left
+    def num_early(self) -> int:
+        """How many buckets were launched before a collective of the loss; alike on all ranks."""
+        if self._num_collectives == self._count_collectives():
+            return 0
+        return self._num_launched
 
     def ready(self, index: int, total: Tensor) -> Tensor:
-        """Takes the final sum of a leaf; returns it as it lies in its bucket, if it has one.
+        """Adds the final sum of a leaf, and returns where it lies from now on.
 
-        The sum of a leaf that is scattered is gone: a tensor of its shape without memory is left.
+        That is a view of its bucket. A sum that is scattered is not kept: an expanded zero of its
+        shape, without memory, stands for it.
         """
-        if index not in self._of:
+        bucket = self._bucket_of.get(index)
+        if bucket is None:
             return total
-        if index not in self._of[index].waiting:
+        if index not in bucket.pending:
             raise RuntimeError(
                 f"a param of shape {tuple(total.shape)} is given a gradient twice in one backward "
                 "pass, by a torch.autograd.Function that runs one itself: return the gradient from "
                 "the Function's backward instead"
             )
-        taken = self._take(index, total)
-        while self._left < len(self._buckets) and not self._buckets[self._left].waiting:
-            if None in self._begun or self._meetings() != self._begun:
-                break
-            self._launch()
-            self.begin()
-        return taken
+        stored = self._add(index, total)
+        self._launch_full()
+        return stored
 
-    def _take(self, index: int, total: Tensor) -> Tensor:
-        bucket, place = self._of[index], self._apart.get(index)
-        bucket.waiting.discard(index)
-        start = bucket.offsets[index]
-        if place is None:
-            view = bucket.memory[0, start : start + total.numel()].view(total.shape)
-            self.sums[index] = view.copy_(
-                total.to_dense() if total.is_sparse else total
-            )
+    def _add(self, index: int, total: Tensor) -> Tensor:
+        """Copies the sum of a leaf into its bucket."""
+        bucket = self._bucket_of[index]
+        bucket.pending.discard(index)
+        shard_spec = self._scatter_specs.get(index)
+        if shard_spec is None:
+            if total.is_sparse:
+                total = total.to_dense()
+            rows = bucket.columns(index, total.numel())
+            view = rows[0].view(total.shape)
+            view.copy_(total)
+            self.sums[index] = view
             return view
-        rows = bucket.memory[:, start : start + row_numel(place)]
-        rows.copy_(pack_rows(total, place, bucket.rows))
+        rows = bucket.columns(index, row_numel(shard_spec))
+        packed = pack_rows(total, shard_spec, bucket.key.num_rows)
+        rows.copy_(packed)
         return rows.new_zeros(()).expand(total.shape)
 
-    def fill(self, sums: Sequence[Tensor]) -> None:
-        """Takes all sums that are not there yet."""
-        for index, bucket in self._of.items():
-            if index in bucket.waiting:
-                self._take(index, sums[index])
+    def add_remaining(self, sums: Sequence[Tensor]) -> None:
+        """Adds the sums of all leaves that have not been added yet."""
+        for index, bucket in self._bucket_of.items():
+            if index in bucket.pending:
+                self._add(index, sums[index])
 
     def launch(self) -> None:
-        """Starts all that is left."""
-        while self._left < len(self._buckets):
-            self._launch()
+        """Launches all buckets that are left."""
+        while self._num_launched < len(self._buckets):
+            self._launch_next()
 
-    def _launch(self) -> None:
-        bucket = self._buckets[self._left]
-        if bucket.apart:
-            bucket.wait = bucket.apart.launch(bucket.memory, self._law)
-        elif bucket.over:
-            bucket.wait = bucket.over.launch(bucket.memory[0])
-        self._left += 1
-        if self._left > 2:
-            self._receive(
-                self._buckets[self._left - 3]
-            )  # The rows of all ranks are freed.
+    def _launch_full(self) -> None:
+        """Launches full buckets in order, unless the loss has run a collective."""
+        while self._num_launched < len(self._buckets):
+            if self._buckets[self._num_launched].pending:
+                return
+            num_collectives = self._count_collectives()
+            if None in num_collectives or num_collectives != self._num_collectives:
+                return
+            self._launch_next()
+            self.begin()
 
-    def _receive(self, bucket: _Bucket) -> None:
-        if bucket.apart and bucket.wait:
-            bucket.memory, bucket.wait = bucket.wait().view(-1, bucket.width or 1), None
+    def _launch_next(self) -> None:
+        self._buckets[self._num_launched].launch(self.op)
+        self._num_launched += 1
+        if self._num_launched > 2:
+            # So that few buckets at a time hold rows for all ranks.
+            self._buckets[self._num_launched - 3].receive_shards()
 
     def wait(self) -> None:
-        """Waits for all that has been started."""
-        started = self._buckets[: self._left]
-        for bucket in started:
-            self._receive(bucket)
-            if bucket.apart and bucket.over:
-                bucket.wait = bucket.over.launch(bucket.memory[0])
-        for bucket in started:
-            if bucket.wait:
+        """Waits for all buckets that have been launched."""
+        launched = self._buckets[: self._num_launched]
+        for bucket in launched:
+            bucket.receive_shards()
+            if bucket.key.scatter_axis is not None:
+                bucket.launch_sum()
+        for bucket in launched:
+            if bucket.wait is not None:
                 bucket.wait()
-            for index in self._apart.keys() & bucket.offsets:
-                place, start = self._apart[index], bucket.offsets[index]
-                rows = bucket.memory[:, start : start + row_numel(place)]
-                self.sums[index] = unpack_rows(rows, place)
+            for index in bucket.offsets:
+                shard_spec = self._scatter_specs.get(index)
+                if shard_spec is not None:
+                    rows = bucket.columns(index, row_numel(shard_spec))
+                    self.sums[index] = unpack_rows(rows, shard_spec)
 
-    def finish(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of all ranks, by position; others as they are."""
-        self.fill(sums)
+    def run_remaining(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """Runs all that is left, and returns the sums of all ranks; other leaves as they are."""
+        self.add_remaining(sums)
         self.launch()
         self.wait()
-        return [self.sums.get(at, here) for at, here in enumerate(sums)]
+        return [self.sums.get(index, local) for index, local in enumerate(sums)]
 
 
-def run_in_buckets(
-    law: str, tensors: Sequence[Tensor], places: Sequence[ShardSpec]
+class _ShardBuckets(GradBuckets):
+    """Shards that are gathered, in buckets of equal size: no computation hides the first one."""
+
+    op = "all_gather"
+    first_bytes = math.inf
+
+
+def all_gather_in_buckets(
+    shards: Sequence[Tensor], shard_specs: Sequence[ShardSpec]
 ) -> list[Tensor]:
-    """The wholes of all pieces, or this rank's pieces of the sums, in few collectives."""
-    if not tensors:
+    """Gathers the full tensors of shards over one axis each, in few collectives."""
+    if not shards:
         return []
-    leaves, dtypes = dict(enumerate(tensors)), [x.dtype for x in tensors]
-    apart = dict(enumerate(places))
-    return GradBuckets(places[0].axis, leaves, dtypes, apart, {}, law, math.inf).finish(
-        tensors
+    buckets = _ShardBuckets(
+        axis=shard_specs[0].axis,
+        leaves=dict(enumerate(shards)),
+        dtypes=[shard.dtype for shard in shards],
+        scatter_specs=dict(enumerate(shard_specs)),
+        reduce_axes={},
     )
+    return buckets.run_remaining(shards)

@@ -1,4 +1,4 @@
-"""Exchange with DTensor, which ``torch.distributed.checkpoint`` and other tools take."""
+"""Exchanges shards with DTensor, which ``torch.distributed.checkpoint`` and other tools take."""
 
 from __future__ import annotations
 
@@ -24,33 +24,42 @@ def to_dtensor(tree_: Tree) -> Tree:
     >>> store = torch.distributed.HashStore()
     >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> axis = MeshAxis(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), "dp")
-    >>> given = shard({"w": torch.ones(2)}, axis)
-    >>> given["w"].local.data_ptr() == from_dtensor(to_dtensor(given), axis)["w"].local.data_ptr()
+    >>> shards = shard({"w": torch.ones(2)}, axis)
+    >>> shards["w"].local.data_ptr() == from_dtensor(to_dtensor(shards), axis)["w"].local.data_ptr()
     True
     >>> torch.distributed.destroy_process_group()
     """
+    leaves, spec = tree.flatten(tree_)
+    shard_specs = tree.shard_specs(spec)
+    if not shard_specs:
+        return tree.unflatten(spec, leaves)
+    converted: list[Any] = []
+    for leaf, shard_spec in zip(leaves, shard_specs, strict=True):
+        if shard_spec is not None and shard_spec.matches(leaf):
+            converted.append(_dtensor_from_local(leaf, shard_spec))
+        else:
+            converted.append(leaf)
+    _, stripped_spec = tree.flatten(strip_shards(tree_))
+    return tree.unflatten(stripped_spec, converted)
+
+
+def _dtensor_from_local(local: Tensor, shard_spec: ShardSpec) -> Any:
     from torch.distributed import tensor  # takes a second to import
 
-    def converted(piece: Tensor, place: ShardSpec | None) -> Any:
-        if place is None or not place.matches(piece):
-            return piece
-        if not isinstance(place.axis, MeshAxis):
-            raise TypeError(
-                f"a Shard over {place.axis} cannot be a DTensor, which lies on a DeviceMesh: shard "
-                "it over a ps.MeshAxis, or take ps.unshard"
-            )
-        shape = torch.Size(place.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        how: Any = {"run_check": False, "shape": shape, "stride": stride}
-        placements = [tensor.Shard(place.dim)]
-        return tensor.DTensor.from_local(
-            piece.detach(), place.axis.mesh, placements, **how
+    if not isinstance(shard_spec.axis, MeshAxis):
+        raise TypeError(
+            f"a Shard over {shard_spec.axis} cannot be a DTensor, which lies on a DeviceMesh: "
+            "shard it over a ps.MeshAxis, or take ps.unshard"
         )
-
-    leaves, structure = tree.flatten(tree_)
-    places = tree.shard_specs(structure) or [None] * len(leaves)
-    made = [converted(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
-    return tree.unflatten(tree.flatten(strip_shards(tree_))[1], made)
+    shape = torch.Size(shard_spec.shape)
+    return tensor.DTensor.from_local(
+        local.detach(),
+        shard_spec.axis.mesh,
+        [tensor.Shard(shard_spec.dim)],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
 
 
 def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:
@@ -65,20 +74,22 @@ def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:
     """
     from torch.distributed import tensor
 
-    def converted(leaf: Any) -> Any:
+    def convert(leaf: Any) -> Any:
         if not isinstance(leaf, tensor.DTensor):
             return leaf
-        (placement, *others), mesh = leaf.placements, leaf.device_mesh
-        piece = leaf.to_local().detach()
-        if all(each.is_replicate() for each in leaf.placements):
-            return piece
-        fits = not others and mesh.get_group().group_name == axis.where.name
-        if type(placement) is not tensor.Shard or not fits:
+        local = leaf.to_local().detach()
+        if all(placement.is_replicate() for placement in leaf.placements):
+            return local
+        # Not ``isinstance``: a subclass, such as ``_StridedShard``, cuts in another order.
+        placement: Any = leaf.placements[0]
+        mesh = leaf.device_mesh
+        is_sharded = len(leaf.placements) == 1 and type(placement) is tensor.Shard
+        if not is_sharded or mesh.get_group().group_name != axis.process_group.name:
             raise ValueError(
                 f"a DTensor of shape {tuple(leaf.shape)} has the placements {leaf.placements} on "
                 f"{mesh}, and a Shard lies on one axis, here {axis}: redistribute it to "
                 "[Shard(dim)] on that axis's mesh"
             )
-        return Shard(piece, axis, tuple(leaf.shape), placement.dim)
+        return Shard(local, axis, tuple(leaf.shape), placement.dim)
 
-    return tree.map(converted, tree_)
+    return tree.map(convert, tree_)

@@ -1,15 +1,15 @@
-"""Sharded params as a loss sees them: gathered, differentiably, in few collectives.
+"""Gathers sharded params for a loss, differentiably, in few collectives.
 
     "step"         g = unshardᵀ Σₘ ∇Lₘ(unshard(p))
     "microbatch"   g = Σₘ unshardᵀ ∇Lₘ(unshard(p))
 
-p are the pieces that a rank keeps, and g their gradients.
+p are the shards of a rank, and g their gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,60 +18,69 @@ from torch.autograd import Function
 from purestep import tree
 from purestep.axis.base import Axis
 from purestep.axis.collectives import pvary
-from purestep.sharding.buckets import GradBuckets, run_in_buckets
+from purestep.sharding.buckets import GradBuckets, all_gather_in_buckets
 from purestep.sharding.layout import collective_on_shard, reduce_axes, shards_over
 from purestep.tree.shard import ShardSpec, is_shard, zero_padding
 from purestep.types import Gather, GradHook, Params, Tree
 
+SpecsByIndex: TypeAlias = Mapping[int, ShardSpec]
+"""How some leaves of a tree are sharded, by position."""
+
+ScatterFn: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+"""Takes full gradients, and returns this rank's shards of their sums over ranks."""
+
 
 def params_for_loss(params: Params, axis: Axis, gather: Gather) -> Params:
-    """The params as ``accumulate`` sees them: each rank's own, gathered where ``gather`` says.
+    """Returns the params as ``accumulate`` sees them: varying over ranks, gathered for the step.
 
-    With "step", a ``Shard`` over the axis is gathered here; with the others it stays. One over an
-    axis that does not split tokens (tensor parallelism) becomes its piece.
+    With ``gather="step"``, a ``Shard`` over the axis is gathered here; otherwise it stays. A
+    ``Shard`` over an axis that does not split tokens (tensor parallelism) becomes the local tensor.
     """
-    leaves, structure = tree.flatten(params)
-    places = tree.shard_specs(structure)
-    if not places:
+    leaves, spec = tree.flatten(params)
+    shard_specs = tree.shard_specs(spec)
+    if not shard_specs:
         return pvary(params, axis)
-    inside = shards_over(places, axis)
-    for at, (leaf, over) in enumerate(
-        zip(leaves, reduce_axes(places, axis), strict=True)
-    ):
-        leaf = zero_padding(leaf, places[at])
-        leaves[at] = leaf if over is None else pvary(leaf, over)
+    grad_axes = reduce_axes(shard_specs, axis)
+    visible = []
+    for index, grad_axis in enumerate(grad_axes):
+        leaf = zero_padding(leaves[index], shard_specs[index])
+        if grad_axis is not None:
+            leaf = pvary(leaf, grad_axis)
+        visible.append(leaf)
+    over_axis = shards_over(shard_specs, axis)
     if gather == "step":
-        return gather_shards(params, leaves, inside)
+        return gather_shards(params, visible, over_axis)
     # Not a set: torch 2.11's compiler hashes no axes.
-    return strip_shards(
-        tree.unflatten(structure, leaves), [place.axis for place in inside.values()]
-    )
+    kept_axes = [shard_spec.axis for shard_spec in over_axis.values()]
+    return strip_shards(tree.unflatten(spec, visible), kept_axes)
 
 
 def gather_shards(
-    tree_: Tree, leaves: Sequence[Tensor], places: Mapping[int, ShardSpec]
+    tree_: Tree, leaves: Sequence[Tensor], shard_specs: SpecsByIndex
 ) -> Tree:
-    """The tree of these leaves without ``Shard`` nodes, some of them gathered, differentiably.
+    """Replaces the ``Shard`` nodes of a tree, differentiably, and its leaves by ``leaves``.
 
-    Together, or one by one where a transform looks on.
+    Leaves in ``shard_specs`` become full tensors, in buckets, and one by one under a transform.
+    Others stay local.
     """
-    leaves = [*leaves]
-    pieces, each = [leaves[at] for at in places], [*places.values()]
-    if _can_bucket(each):
+    gathered = [*leaves]
+    specs = [*shard_specs.values()]
+    if _can_bucket(specs):
+        shards = [leaves[index] for index in shard_specs]
         gather: Callable[..., Sequence[Tensor]] = _GatherFunction.apply
-        wholes = gather(each, *pieces)
+        full_tensors = gather(specs, *shards)
+        for index, full in zip(shard_specs, full_tensors, strict=True):
+            gathered[index] = full
     else:
-        wholes = [
-            collective_on_shard("all_gather", x, place)
-            for x, place in zip(pieces, each, strict=True)
-        ]
-    for at, one in zip(places, wholes, strict=True):
-        leaves[at] = one
-    return strip_shards(tree.unflatten(tree.flatten(tree_)[1], leaves))
+        for index, shard_spec in shard_specs.items():
+            local = leaves[index]
+            gathered[index] = collective_on_shard("all_gather", local, shard_spec)
+    _, spec = tree.flatten(tree_)
+    return strip_shards(tree.unflatten(spec, gathered))
 
 
-def strip_shards(tree_: Tree, but: Collection[Axis] = ()) -> Tree:
-    """The tree with the piece in the place of each ``Shard``, but for those over these axes.
+def strip_shards(tree_: Tree, kept_axes: Collection[Axis] = ()) -> Tree:
+    """Replaces each ``Shard`` by its local tensor, but for those over ``kept_axes``.
 
     >>> import torch
     >>> from purestep import LocalAxis, Shard
@@ -79,69 +88,86 @@ def strip_shards(tree_: Tree, but: Collection[Axis] = ()) -> Tree:
     {'w': tensor([1., 1.])}
     """
 
-    def is_leaf(node: Any) -> bool:
-        return is_shard(node) and node.axis not in but
+    def is_stripped(node: Any) -> bool:
+        return is_shard(node) and node.axis not in kept_axes
 
-    nodes, structure = tree.flatten(tree_, is_leaf=is_leaf)
-    return tree.unflatten(
-        structure, [node.local if is_leaf(node) else node for node in nodes]
-    )
+    nodes, spec = tree.flatten(tree_, is_leaf=is_stripped)
+    for index, node in enumerate(nodes):
+        if is_stripped(node):
+            nodes[index] = node.local
+    return tree.unflatten(spec, nodes)
 
 
 class _GatherFunction(Function):
-    """One node for all, so that a rank whose loss reaches a single leaf scatters the others too."""
+    """Gathers all shards in one node of the graph.
+
+    So a rank whose loss reaches a single leaf scatters the gradients of the others too.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, places: list[ShardSpec], *pieces: Tensor
+        ctx: Any, shard_specs: list[ShardSpec], *shards: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.places, ctx.pieces = places, pieces
-        return tuple(run_in_buckets("all_gather", pieces, places))
+        ctx.shard_specs = shard_specs
+        ctx.shards = shards
+        return tuple(all_gather_in_buckets(shards, shard_specs))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        terms = []
-        for each, piece in zip(cotangents, ctx.pieces, strict=True):
-            # A step that sums gradients in another dtype reduces them in it as well.
-            terms.append(each.to((piece.is_leaf and piece.grad_dtype) or piece.dtype))
-        return None, *reduce_scatter(terms, ctx.places)
+        grads = []
+        for cotangent, shard in zip(cotangents, ctx.shards, strict=True):
+            dtype = shard.dtype
+            if shard.is_leaf and shard.grad_dtype is not None:
+                # A step that sums gradients in another dtype reduces them in it as well.
+                dtype = shard.grad_dtype
+            grads.append(cotangent.to(dtype))
+        return None, *reduce_scatter(grads, ctx.shard_specs)
 
 
 def reduce_scatter(
-    wholes: Sequence[Tensor], places: Sequence[ShardSpec]
+    full_grads: Sequence[Tensor], shard_specs: Sequence[ShardSpec]
 ) -> list[Tensor]:
-    """This rank's pieces of the sums over ranks: together, or one by one under a transform."""
-    _, finish = make_reduce_scatter(
-        wholes, [each.dtype for each in wholes], dict(enumerate(places))
-    )
-    return finish([*wholes])
+    """Sums full gradients over ranks, and returns this rank's shards of the sums."""
+    dtypes = [grad.dtype for grad in full_grads]
+    by_index = dict(enumerate(shard_specs))
+    _, finish = make_reduce_scatter(full_grads, dtypes, by_index)
+    return finish([*full_grads])
 
 
 def make_reduce_scatter(
-    wholes: Sequence[Tensor],
+    full_tensors: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],
-    places: Mapping[int, ShardSpec],
-) -> tuple[GradHook | None, Callable[[list[Tensor]], list[Tensor]]]:
-    """What takes gradients as they come, and what makes pieces of all, for these places.
+    shard_specs: SpecsByIndex,
+) -> tuple[GradHook | None, ScatterFn]:
+    """Makes a gradient hook, and a function that returns the shards of all gradients' sums.
 
-    Buckets of gradients leave while the backward pass runs; None where a transform looks on.
+    By the hook, full buckets of gradients leave while the backward pass runs. It is None under a
+    transform, where gradients are scattered one by one.
     """
-    if places and _can_bucket([*places.values()], wholes):
-        leaves = {at: wholes[at] for at in places}
+    specs = [*shard_specs.values()]
+    if specs and _can_bucket(specs, full_tensors):
+        sharded = {index: full_tensors[index] for index in shard_specs}
         buckets = GradBuckets(
-            next(iter(places.values())).axis, leaves, dtypes, places, {}
+            axis=specs[0].axis,
+            leaves=sharded,
+            dtypes=dtypes,
+            scatter_specs=shard_specs,
+            reduce_axes={},
         )
-        return buckets.ready, buckets.finish
+        return buckets.ready, buckets.run_remaining
 
-    def finish(grads: list[Tensor]) -> list[Tensor]:
-        for at, place in places.items():
-            grads[at] = collective_on_shard("psum_scatter", grads[at], place)
+    def scatter_each(grads: list[Tensor]) -> list[Tensor]:
+        for index, shard_spec in shard_specs.items():
+            full = grads[index]
+            grads[index] = collective_on_shard("psum_scatter", full, shard_spec)
         return grads
 
-    return None, finish
+    return None, scatter_each
 
 
-def _can_bucket(places: Sequence[ShardSpec], *looked_at: Tree) -> bool:
-    return tree.is_plain_eager(*looked_at) and all(
-        place.axis.is_multi_program for place in places
-    )
+def _can_bucket(shard_specs: Sequence[ShardSpec], *values: Tree) -> bool:
+    """Tells whether each rank runs its own program, and nothing traces what it does."""
+    for shard_spec in shard_specs:
+        if not shard_spec.axis.is_multi_program:
+            return False
+    return tree.is_plain_eager(*values)

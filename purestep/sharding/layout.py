@@ -1,10 +1,9 @@
-"""Sharded leaves as rows: one for each rank, so that many leaves travel in one collective.
+"""Packs sharded leaves into rows, one for each rank, so that many leaves share one collective.
 
-A leaf in n pieces is n rows: its entries along the dimension that is cut, filled up with zeros. The
-rows of several leaves lie side by side.
+A leaf that is sharded over n ranks is a matrix of n rows: its entries along the sharded dimension,
+padded with zeros. The rows of several leaves stand side by side in a bucket.
 """
 
-import math
 from typing import cast
 
 import torch
@@ -17,82 +16,110 @@ from purestep.axis.process import ProcessAxis
 from purestep.tree.shard import ShardSpec, ShardSpecs
 
 
-def reduce_axis(place: ShardSpec | None, axis: Axis) -> Axis | None:
-    """The axis over which a leaf's gradient is summed, beside its scatter; None: over none.
+def reduce_axis(shard_spec: ShardSpec | None, axis: Axis) -> Axis | None:
+    """Returns the axis over which a leaf's gradient is summed, after its scatter; None for none.
 
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)
     >>> reduce_axis(ShardSpec(tp, (4,), 0), dp) == dp, reduce_axis(ShardSpec(dp, (4,), 0), dp)
     (True, None)
     """
-    if place is None or not is_subaxis(place.axis, axis):
+    if shard_spec is None or not is_subaxis(shard_spec.axis, axis):
         return axis
-    return None if place.axis == axis else cast("ProcessAxis", axis).across(place.axis)
+    if shard_spec.axis == axis:
+        return None
+    return cast("ProcessAxis", axis).complement(shard_spec.axis)
 
 
-def shards_over(places: ShardSpecs, axis: Axis) -> dict[int, ShardSpec]:
-    """The leaves that are sharded over the axis or a part of it, by position."""
+def shards_over(shard_specs: ShardSpecs, axis: Axis) -> dict[int, ShardSpec]:
+    """Selects the leaves that are sharded over the axis or a subaxis, by position."""
     # Leaves share few axes, and to compare two of thousands of ranks takes as long as a kernel.
-    parts: dict[int, bool] = {}
-    found: dict[int, ShardSpec] = {}
-    for at, place in enumerate(places):
-        if place is None:
+    is_inside: dict[int, bool] = {}
+    selected: dict[int, ShardSpec] = {}
+    for index, shard_spec in enumerate(shard_specs):
+        if shard_spec is None:
             continue
-        if id(place.axis) not in parts:
-            parts[id(place.axis)] = is_subaxis(place.axis, axis)
-        if parts[id(place.axis)]:
-            found[at] = place
-    return found
+        key = id(shard_spec.axis)
+        if key not in is_inside:
+            is_inside[key] = is_subaxis(shard_spec.axis, axis)
+        if is_inside[key]:
+            selected[index] = shard_spec
+    return selected
 
 
-def reduce_axes(places: ShardSpecs, axis: Axis) -> list[Axis | None]:
-    """``reduce_axis`` of each leaf, which compares each pair of axes once."""
-    axes: dict[int, Axis | None] = {}
-    found: list[Axis | None] = []
-    for place in places:
-        key = id(place and place.axis)
-        if key not in axes:
-            axes[key] = reduce_axis(place, axis)
-        found.append(axes[key])
-    return found
+def reduce_axes(shard_specs: ShardSpecs, axis: Axis) -> list[Axis | None]:
+    """Returns the ``reduce_axis`` of each leaf, and compares each pair of axes once."""
+    cached: dict[int, Axis | None] = {}
+    axes: list[Axis | None] = []
+    for shard_spec in shard_specs:
+        key = id(shard_spec and shard_spec.axis)
+        if key not in cached:
+            cached[key] = reduce_axis(shard_spec, axis)
+        axes.append(cached[key])
+    return axes
 
 
-def collective_on_shard(law: str, x: Tensor, place: ShardSpec) -> Tensor:
-    """The whole of all pieces, or this rank's piece of the sum, under any transform."""
-    sent, received = (
-        (1, place.axis.size) if law == "all_gather" else (place.axis.size, 1)
-    )
-    rows = pack_rows(x, place, sent)
-    met = torch.empty(0, dtype=rows.dtype, device=rows.device)  # the same on all ranks
-    if rows.numel():
-        met = place.axis.apply(law, rows)
-    return unpack_rows(met.reshape(received, rows.shape[1]), place)
+def collective_on_shard(op: str, x: Tensor, shard_spec: ShardSpec) -> Tensor:
+    """Gathers a shard, or scatters the sum of full tensors, under any transform."""
+    size = shard_spec.axis.size
+    if op == "all_gather":
+        num_sent = 1
+        num_received = size
+    else:
+        num_sent = size
+        num_received = 1
+    rows = pack_rows(x, shard_spec, num_sent)
+    row_len = rows.shape[1]
+    if row_len == 0:
+        # No rank sends anything. Not ``rows.new_empty``: the result is the same on all ranks.
+        received = torch.empty(0, dtype=rows.dtype, device=rows.device)
+    else:
+        received = shard_spec.axis.apply(op, rows)
+    received = received.reshape(num_received, row_len)
+    return unpack_rows(received, shard_spec)
 
 
-def pack_rows(x: Tensor, place: ShardSpec, number: int) -> Tensor:
-    """So many rows of a leaf: one of a piece, or those of all ranks."""
-    # Pieces are filled up behind their last entry, and all that are shorter come last.
-    dense = x.to_dense() if x.is_sparse else x
-    entries = pad_dim(dense.movedim(place.dim, 0), 0, place.shard_len * number)
-    return entries.reshape(number, row_numel(place))
+def pack_rows(x: Tensor, shard_spec: ShardSpec, num_rows: int) -> Tensor:
+    """Packs a shard into one row, or a full tensor into one row for each rank."""
+    # Shards are padded behind their last entry, and all that are shorter come last.
+    if x.is_sparse:
+        x = x.to_dense()
+    entries = x.movedim(shard_spec.dim, 0)
+    length = shard_spec.shard_len * num_rows
+    padded = pad_dim(entries, 0, length)
+    return padded.reshape(num_rows, row_numel(shard_spec))
 
 
-def unpack_rows(rows: Tensor, place: ShardSpec) -> Tensor:
-    """The leaf that is these rows: a piece of one, or the whole of several."""
-    others = place.shape[: place.dim] + place.shape[place.dim + 1 :]
-    shape = place.local_shape if rows.shape[0] < place.axis.size else place.shape
-    entries = rows.reshape(place.shard_len * rows.shape[0], *others)
-    return entries.narrow(0, 0, shape[place.dim]).movedim(0, place.dim).contiguous()
+def unpack_rows(rows: Tensor, shard_spec: ShardSpec) -> Tensor:
+    """Unpacks rows: one gives the local shard, one for each rank the full tensor."""
+    dim = shard_spec.dim
+    num_rows = len(rows)
+    shape = shard_spec.shape
+    if num_rows < shard_spec.axis.size:
+        shape = shard_spec.local_shape
+    other_dims = [*shape]
+    del other_dims[dim]
+    padded = rows.reshape(shard_spec.shard_len * num_rows, *other_dims)
+    entries = padded[: shape[dim]].movedim(0, dim)
+    return entries.contiguous()
 
 
-def row_numel(place: ShardSpec) -> int:
-    """How many elements a row has."""
-    return place.shard_len * math.prod(place.shape) // max(1, place.shape[place.dim])
+def row_numel(shard_spec: ShardSpec) -> int:
+    """Returns the number of elements in a row."""
+    numel = shard_spec.shard_len
+    for dim, length in enumerate(shard_spec.shape):
+        if dim != shard_spec.dim:
+            numel *= length
+    return numel
 
 
 def pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
-    """The tensor with zeros behind it, so that it is that long."""
-    missing = length - x.shape[dim]
-    return (
-        functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
-    )
+    """Pads a dimension with zeros at its end, up to a length."""
+    num_missing = length - x.shape[dim]
+    if num_missing == 0:
+        return x
+    # ``pad`` takes two numbers for each dimension, and the last dimension first.
+    num_later_dims = x.ndim - 1 - dim
+    widths = [0, 0] * num_later_dims
+    widths += [0, num_missing]
+    return functional.pad(x, widths)

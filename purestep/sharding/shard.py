@@ -1,4 +1,4 @@
-"""Whole tensors to pieces that are sharded over an axis, and back."""
+"""Shards full tensors over an axis, and gathers them again."""
 
 import torch
 from torch import Tensor
@@ -7,47 +7,53 @@ from purestep import tree
 from purestep.axis import Axis, check_axis, pvary
 from purestep.sharding.gather import gather_shards
 from purestep.sharding.layout import pad_dim
-from purestep.tree.shard import Shard
+from purestep.tree.shard import Shard, ShardSpec
 from purestep.types import Tree
 
 
 def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
-    """Replaces each leaf by a ``Shard``: this rank's piece of it, cut along ``dim``.
+    """Replaces each leaf by a ``Shard``: this rank's part of it along ``dim``.
 
     Every rank passes the same full tensors; gradients by them are summed over ranks. A scalar is
-    not cut, and stays as it is.
+    not sharded, and stays as it is.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)
-    >>> pieces = lambda w: shard({"w": w, "scale": torch.tensor(1.0)}, axis)["w"].local
-    >>> axis.map(pieces, in_dims=None)(torch.tensor([1.0, 2.0, 3.0]))  # gather_shards up with zeros
+    >>> local = lambda w: shard({"w": w, "scale": torch.tensor(1.0)}, axis)["w"].local
+    >>> axis.map(local, in_dims=None)(torch.tensor([1.0, 2.0, 3.0]))  # padded with zeros
     tensor([[1., 2.],
             [3., 0.]])
     """
     check_axis(axis)
-    leaves, structure = tree.flatten(tree_)
-    return tree.unflatten(
-        structure, [_shard_leaf(leaf, axis, dim) for leaf in pvary(leaves, axis)]
-    )
+    full_tensors = pvary(tree_, axis)
+    return tree.map(lambda full: _shard_leaf(full, axis, dim), full_tensors)
 
 
-def _shard_leaf(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
-    if whole.ndim == 0:
-        return whole.clone()  # A piece shares no memory with the whole.
-    made = Shard(None, axis, tuple(whole.shape), dim)
-    dim, place = made.dim, made.spec
+def _shard_leaf(full: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
+    if full.ndim == 0:
+        return full.clone()  # No result shares memory with a full tensor.
+    node = Shard(local=None, axis=axis, shape=tuple(full.shape), dim=dim)
     if axis.is_multi_program:
-        # A copy, so that nothing keeps the whole alive.
-        made.local = whole.narrow(dim, *place.local_range).clone(
-            memory_format=torch.contiguous_format
-        )
-        return made
-    filled = pad_dim(whole, dim, place.shard_len * axis.size)
-    blocks = filled.unflatten(dim, (axis.size, place.shard_len))
-    made.local = blocks.index_select(
-        dim, axis.index.reshape(1).to(whole.device)
-    ).squeeze(dim)
-    return made
+        start, length = node.spec.local_range
+        local = full.narrow(node.dim, start, length)
+        # A copy, so that nothing keeps the full tensor alive.
+        node.local = local.clone(memory_format=torch.contiguous_format)
+    else:
+        node.local = _select_block(full, node.spec)
+    return node
+
+
+def _select_block(full: Tensor, shard_spec: ShardSpec) -> Tensor:
+    """Returns this rank's block of a full tensor where ranks run one program."""
+    axis = shard_spec.axis
+    dim = shard_spec.dim
+    shard_len = shard_spec.shard_len
+    padded = pad_dim(full, dim, shard_len * axis.size)
+    blocks = padded.unflatten(dim, (axis.size, shard_len))
+    # Not ``blocks.select``: under vmap, the index is a tensor.
+    index = axis.index.to(full.device)
+    block: Tensor = blocks.index_select(dim, index.reshape(1))
+    return block.squeeze(dim)
 
 
 def unshard(tree_: Tree) -> Tree:
@@ -57,7 +63,7 @@ def unshard(tree_: Tree) -> Tree:
     the ranks' gradients. So ``unshard(shard(x))`` is ``pvary(x)``.
 
     With ``gather="loss"``, call it inside ``ps.remat(block)``. The backward pass then gathers
-    again, and only pieces stay in memory. There, all ranks must gather the same params in the same
+    again, and only shards stay in memory. There, all ranks must gather the same params in the same
     order. The losses of each rank must depend on all that it gathers: add ``0 * w.sum()`` if they
     may not. purestep does not compare this: a wrong order mixes up tensors.
 
@@ -68,13 +74,14 @@ def unshard(tree_: Tree) -> Tree:
     >>> axis.map(square, in_dims=None, out_dims=None)(torch.tensor([1.0, 2.0, 3.0]))
     tensor([1., 4., 9.])
     """
-    leaves, structure = tree.flatten(tree_)
-    places = tree.shard_specs(structure)
-    if not places:
+    leaves, spec = tree.flatten(tree_)
+    shard_specs = tree.shard_specs(spec)
+    if not shard_specs:
         return tree_
-    found = {
-        at: place
-        for at, place in enumerate(places)
-        if place and place.matches(leaves[at])
-    }
-    return gather_shards(tree_, leaves, found)
+    gathered = {}
+    for index, shard_spec in enumerate(shard_specs):
+        if shard_spec is None:
+            continue
+        if shard_spec.matches(leaves[index]):
+            gathered[index] = shard_spec
+    return gather_shards(tree_, leaves, gathered)

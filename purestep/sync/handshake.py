@@ -236,7 +236,9 @@ def check_status(
     """
     if status.num_failed:
         raise _failure(axis, status, can_ask=can_ask)
-    if num_ranks * status.fingerprint_squared != status.fingerprint**2:
+    # As ints: on six ranks, the square of the sum is beyond what float64 holds exactly.
+    sum_of_squares = int(status.fingerprint_squared)
+    if num_ranks * sum_of_squares != int(status.fingerprint) ** 2:
         raise _disagreement(axis, compared, can_ask=can_ask)
     num_integer_weights = status.num_holding - status.num_float_weights
     # Beside a device, each rank decides on the dtype of N before it reads the status.
@@ -278,7 +280,7 @@ def _disagreement(
     axis: ProcessAxis, compared: Mapping[str, TreeFingerprint], *, can_ask: bool
 ) -> ValueError:
     """Returns the error that says in what the ranks differ."""
-    notes = {name: (each.hash, each.lines) for name, each in compared.items()}
+    notes = {name: (x.hash, x.lines) for name, x in compared.items()}
     if can_ask:
         difference = _describe_difference(axis.gather_object(notes))
     else:
@@ -313,4 +315,5 @@ def _describe_difference(notes: Sequence[Mapping[str, Any]]) -> str:
 
 def _format_ranks(ranks: Sequence[int]) -> str:
     plural = "s" if len(ranks) > 1 else ""
-    return f"rank{plural} {', '.join(map(str, ranks))}"
+    numbers = ", ".join(str(rank) for rank in ranks)
+    return f"rank{plural} {numbers}"

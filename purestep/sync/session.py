@@ -5,14 +5,14 @@
     grad_hook            sums of gradients that leave while the backward pass runs
     all_reduce_grads     the sums of all ranks
 
-``LocalSession``: there is one rank. ``SPMDSession``: all run one program. ``MultiProgramSession``: each runs its own, so one may
-fail, disagree, or hold no microbatch.
+``LocalSession``: there is one rank. ``SPMDSession``: all run one program. ``MultiProgramSession``:
+each runs its own, so one may fail, disagree, or hold no microbatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from traceback import format_exception_only
 from typing import Any, Literal, Protocol, Self, cast
@@ -60,12 +60,6 @@ class Session(Protocol):
 
     rank: int
 
-    def __enter__(self) -> Session: ...
-
-    def __exit__(
-        self, kind: Any, error: BaseException | None, trace: Any, /
-    ) -> None: ...
-
     def all_reduce_counts(
         self,
         counts: TokenCounts,
@@ -100,28 +94,27 @@ class Session(Protocol):
         """
 
 
-def open_session(axis: Axis, gather: Gather, config: Mapping[str, str]) -> Session:
+def open_session(
+    axis: Axis, gather: Gather, config: Mapping[str, str]
+) -> AbstractContextManager[Session]:
     """Opens the session of one update, in which ranks compare their ``config``.
 
     While a compiler traces, the ranks of every axis run one program.
     """
     if axis.is_multi_program and not torch.compiler.is_dynamo_compiling():
         return MultiProgramSession(cast("ProcessAxis", axis), gather, config)
-    if isinstance(axis, LocalAxis):
-        return LocalSession(axis, gather)
-    return SPMDSession(axis, gather)
+    if type(axis) is LocalAxis:  # A subclass may count what it reduces.
+        return nullcontext(LocalSession(axis, gather))
+    return nullcontext(SPMDSession(axis, gather))
 
 
 @dataclass
-class SPMDSession(AbstractContextManager["SPMDSession"]):
+class SPMDSession:
     """The session of ranks that run one program: a single rank, simulated or compiled ones."""
 
     axis: Axis
     gather: Gather
     rank = 0
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        pass
 
     def all_reduce_counts(
         self,
@@ -243,7 +236,7 @@ class MultiProgramSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and self._awaited is not None:
             with suppress(BaseException):  # The first error is the one that is raised.
                 self._send_failure(error)
@@ -325,16 +318,16 @@ class MultiProgramSession:
         axis = self._axis
         if axis.on_host:
             local = torch.tensor([num_microbatches])
-            return int(axis.where.meet("all_gather", local).max())
+            return int(axis.process_group.run("all_gather", local).max())
         assert self._first is not None
         device = axis.device
-        if axis.meets_on_host:
+        if axis.has_host_backend:
             device = torch.device("cpu")
         else:
             self._first.read()
         fingerprint = self._first.fingerprint % 2**62
         local = torch.tensor([num_microbatches, fingerprint], device=device)
-        rows = axis.where.meet("all_gather", local).view(axis.size, 2).tolist()
+        rows = axis.process_group.run("all_gather", local).view(axis.size, 2).tolist()
         if any(other != rows[0][1] for _, other in rows):
             self._first.read()  # It raises, and says who has failed, or differs.
         return int(max(number for number, _ in rows))
@@ -344,8 +337,8 @@ class MultiProgramSession:
         grads = tree.leaves(sums.grads)
         if tree.leaves_require_grad(grads):
             raise _recorded(self._axis)
-        self._buckets.fill(grads)
-        num_early = self._buckets.early
+        self._buckets.add_remaining(grads)
+        num_early = self._buckets.num_early
         aux = handshake.fingerprint("LossOutput.aux", sums.aux)
         early = handshake.fingerprint(EARLY_BUCKETS, str(num_early))
         message = handshake.encode_status(
@@ -441,9 +434,9 @@ class MultiProgramSession:
         if axis.on_host:
             text = format_exception_only(error)[0].strip()  # without its notes
             axis.gather_object(text)
-        elif awaits_counts and self._gather == "microbatch" and axis.meets_on_host:
+        elif awaits_counts and self._gather == "microbatch" and axis.has_host_backend:
             # The others are at ``max_microbatches`` next.
-            axis.where.meet("all_gather", torch.tensor([0, FAILED]))
+            axis.process_group.run("all_gather", torch.tensor([0, FAILED]))
 
 
 def _check_backward_threads(axis: ProcessAxis, params: Params) -> None:

@@ -1,4 +1,4 @@
-"""For tests of training: ranks as threads and as processes, and laws that any trainer keeps."""
+"""Tests training: ranks as threads and as processes, and laws that any trainer keeps."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ __all__ = ["ThreadAxis"]
 
 
 def __getattr__(name: str) -> Any:
-    """The kit is imported when it is first asked for."""
+    """Imports the kit at the first use of one of its names."""
     kit = importlib.import_module("purestep.testing.kit")
     if name in kit.__all__:
         return getattr(kit, name)
@@ -20,4 +20,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *importlib.import_module("purestep.testing.kit").__all__]
+    kit = importlib.import_module("purestep.testing.kit")
+    return [*__all__, *kit.__all__]

@@ -1,4 +1,4 @@
-"""Trainers to be judged: a pure step, a loop of torch's, and programs in several processes."""
+"""Adapts pure steps, loops of torch's and programs in several processes to trainers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 
@@ -14,17 +14,29 @@ from purestep.axis import Axis, LocalAxis
 from purestep.testing.problem import Batch, Problem
 from purestep.testing.processes import World, values
 from purestep.testing.threads import ThreadAxis
-from purestep.testing.trainer import Abilities, Group, Observation
+from purestep.testing.trainer import Capabilities, Group, Observation
 from purestep.testing.watch import Watch
 
+Params: TypeAlias = Any
+OptState: TypeAlias = Any
 Step: TypeAlias = Callable[..., Any]
-MakeStep: TypeAlias = Callable[[Problem, Axis], tuple[Any, Any, Step]]
+MakeStep: TypeAlias = Callable[[Problem, Axis], tuple[Params, OptState, Step]]
 """``make(problem, axis)`` returns params, optimizer state and a pure step:
 ``(params, state, microbatches) -> (params, state, metrics)``."""
 
 
+class _RankState(NamedTuple):
+    """Holds the state of a pure step on one rank, and the metrics of its last update."""
+
+    params: Params
+    opt_state: OptState
+    metrics: Any = None
+
+
 class PureTrainer:
-    """A pure step, whose ranks are threads. Params have the names of the problem's module.
+    """Trains by a pure step, with threads as ranks.
+
+    Params have the names of the problem's module.
 
     >>> import purestep as ps
     >>> def make(problem, axis):
@@ -33,64 +45,72 @@ class PureTrainer:
     ...     optimizer = ps.optim.sgd(problem.learning_rate)
     ...     step = ps.make_update_step(loss_fn, optimizer, weight_fn=problem.weights, axis=axis)
     ...     return params, optimizer.init(params), step
-    >>> ps.testing.check(PureTrainer(make, Abilities(ranks=3)), ["T2"], cases=10)
+    >>> ps.testing.check(PureTrainer(make, Capabilities(ranks=3)), ["T2"], cases=10)
     """
 
-    def __init__(self, make: MakeStep, abilities: Abilities) -> None:
-        self.make, self.abilities = make, abilities
+    def __init__(self, make: MakeStep, capabilities: Capabilities) -> None:
+        self.make = make
+        self.capabilities = capabilities
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """Makes the step."""
+        """Makes the step on every rank."""
         self._axis: Any = ThreadAxis(ranks) if ranks > 1 else LocalAxis()
-        made = [self.make(problem, self._axis) for _ in range(ranks)]
-        self._steps = [step for _, _, step in made]
-        self._states: list[Any] = [
-            (params, opt_state, None) for params, opt_state, _ in made
-        ]
+        self._steps: list[Step] = []
+        self._states: list[_RankState] = []
+        for _ in range(ranks):
+            params, opt_state, step = self.make(problem, self._axis)
+            self._steps.append(step)
+            self._states.append(_RankState(params, opt_state))
 
     def update(self, group: Group) -> None:
-        """One step on every rank."""
+        """Steps once on every rank."""
 
-        def one(step: Step, state: Any, microbatches: Sequence[Batch]) -> Any:
-            return step(*state[:2], microbatches)
+        def run_step(
+            step: Step, state: _RankState, microbatches: Sequence[Batch]
+        ) -> _RankState:
+            new_state = step(state.params, state.opt_state, microbatches)
+            return _RankState(*new_state)
 
-        columns = self._steps, self._states, group
-        threads = isinstance(self._axis, ThreadAxis)
-        self._states = (
-            self._axis.map(one)(*columns) if threads else [*map(one, *columns)]
-        )
+        if isinstance(self._axis, ThreadAxis):
+            run_steps = self._axis.map(run_step)
+            self._states = run_steps(self._steps, self._states, group)
+        else:
+            (step,) = self._steps
+            (state,) = self._states
+            self._states = [run_step(step, state, group[0])]
 
     def observe(self) -> Sequence[Observation]:
-        """The parameters, and the metrics."""
-        names = ("loss", "grad_norm", "num_tokens")
-        told: list[Any] = [
-            [getattr(it, name, None) for name in names] for *_, it in self._states
-        ]
+        """Returns the params, and what the metrics report."""
         return [
-            Observation(it[0], *said)
-            for it, said in zip(self._states, told, strict=True)
+            Observation(
+                state.params,
+                loss=getattr(state.metrics, "loss", None),
+                grad_norm=getattr(state.metrics, "grad_norm", None),
+                num_tokens=getattr(state.metrics, "num_tokens", None),
+            )
+            for state in self._states
         ]
 
     def save(self) -> Any:
-        """A copy of the state, since a step may be given it away."""
+        """Copies the state, which a step with ``donate=True`` would overwrite."""
         return copy.deepcopy(self._states)
 
     def load(self, saved: Any) -> None:
-        """The same state."""
+        """Puts a saved state back."""
         self._states = saved
 
 
 class RankProgram(Protocol):
-    """What one rank of a trainer does."""
+    """Trains on one rank."""
 
     def start(self, problem: Problem) -> None:
         """Begins anew."""
 
     def update(self, microbatches: Sequence[Batch]) -> None:
-        """One update, on what this rank holds."""
+        """Makes one update on this rank's microbatches."""
 
     def observe(self) -> Observation:
-        """What this rank sees."""
+        """Returns what this rank sees."""
 
 
 Prepare: TypeAlias = Callable[[nn.Module, Problem], tuple[Any, Any]] | None
@@ -103,7 +123,7 @@ It returns what it reports, by name, or None."""
 
 
 class Loop:
-    """A loop over a module and an optimizer of torch.
+    """Runs a loop over a module and an optimizer of torch's.
 
     Args:
         update: one update in place.
@@ -111,61 +131,76 @@ class Loop:
     """
 
     def __init__(self, update: UpdateFn, prepare: Prepare = None) -> None:
-        self._update, self._prepare = update, prepare
+        self._update = update
+        self._prepare = prepare
 
     def start(self, problem: Problem) -> None:
-        """A new module and a new optimizer."""
-        module, self._problem = problem.module(), problem
+        """Makes a new module and a new optimizer."""
+        module = problem.module()
+        self._problem = problem
         self._reported: dict[str, Any] = {}
-        prepare: Any = self._prepare or (
-            lambda module, own: (module, own.optimizer(module))
-        )
-        self._model, self._optimizer = prepare(module, problem)
+        self._model: Any = module
+        self._optimizer: Any
+        if self._prepare is None:
+            self._optimizer = problem.optimizer(module)
+        else:
+            self._model, self._optimizer = self._prepare(module, problem)
 
     def update(self, microbatches: Sequence[Batch]) -> None:
-        """One update in place."""
+        """Makes one update in place."""
         reported = self._update(
-            self._model, self._optimizer, microbatches, self._problem
+            self._model,
+            self._optimizer,
+            microbatches,
+            self._problem,
         )
         self._reported = dict(reported or {})
 
     def observe(self) -> Observation:
-        """The module's parameters; where they are wrapped, by the names that they had."""
-        own = self._model.named_parameters()
-        params = {n.removeprefix("module."): _whole(p.detach()).clone() for n, p in own}
+        """Returns the module's parameters, under the names from before a wrapper."""
+        params = {}
+        for name, p in self._model.named_parameters():
+            # DistributedDataParallel puts "module." before each name.
+            name = name.removeprefix("module.")
+            full = _full_tensor(p.detach())
+            params[name] = full.clone()
         return Observation(params, **self._reported)
 
 
-def _whole(x: Any) -> Any:
+def _full_tensor(x: Any) -> Any:
+    """Gathers a DTensor; returns any other tensor as it is."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 class OneRank:
-    """A rank program as a trainer, in this process."""
+    """Runs a rank program in this process."""
 
-    def __init__(self, program: RankProgram, abilities: Abilities) -> None:
-        self.program, self.abilities = program, abilities
+    def __init__(self, program: RankProgram, capabilities: Capabilities) -> None:
+        self.program = program
+        self.capabilities = capabilities
 
     def start(self, problem: Problem, ranks: int) -> None:
         """Begins anew."""
         self.program.start(problem)
 
     def update(self, group: Group) -> None:
-        """One update."""
+        """Makes one update."""
         self.program.update(group[0])
 
     def observe(self) -> Sequence[Observation]:
-        """What the one rank sees."""
+        """Returns what the one rank sees."""
         return [self.program.observe()]
 
 
 def loop(
-    update: UpdateFn, prepare: Prepare = None, abilities: Abilities = Abilities()
+    update: UpdateFn,
+    prepare: Prepare = None,
+    capabilities: Capabilities = Capabilities(),
 ) -> OneRank | Processes:
-    """A trainer of a loop: ``update(model, optimizer, microbatches, problem)`` updates in place.
+    """Makes a trainer of a loop: ``update(model, optimizer, microbatches, problem)`` in place.
 
-    With ``abilities.ranks`` above 1 it runs in as many processes of a gloo group, on a single rank
-    too: both functions then stand at the top of a module.
+    With ``capabilities.ranks`` above 1 it runs in as many processes of a gloo group, on a single
+    rank too: both functions then stand at the top of a module.
 
     >>> import purestep as ps
     >>> def update(model, optimizer, microbatches, problem):
@@ -173,67 +208,96 @@ def loop(
     ...     for batch in microbatches:
     ...         problem.losses(model, batch).mean().div(len(microbatches)).backward()
     ...     optimizer.step()
-    >>> print(*ps.testing.judge(loop(update, abilities=Abilities(weights="mask")), ["T1"]))
+    >>> print(*ps.testing.run_laws(loop(update, capabilities=Capabilities(weights="mask")), ["T1"]))
     T1 cut: holds for equal tokens, wrong for unequal rows, unequal tokens, ...
     """
-    if abilities.ranks == 1:
-        return OneRank(Loop(update, prepare), abilities)
-    return Processes(partial(Loop, update, prepare), abilities)
+    if capabilities.ranks == 1:
+        return OneRank(Loop(update, prepare), capabilities)
+    # A partial, unlike a lambda, can be pickled for the processes.
+    return Processes(partial(Loop, update, prepare), capabilities)
 
 
 class Processes:
-    """A program for each rank, in the processes of a gloo group, which stay from run to run.
+    """Runs a program on each rank, in the processes of a gloo group, which stay from run to run.
 
     Args:
         make: a function at the top of a module, that makes a ``RankProgram`` in each process.
-        abilities: of the trainer; ``ranks`` is how many processes there are at most.
+        capabilities: of the trainer; ``ranks`` is how many processes there are at most.
         timeout: after how many seconds a rank that waits for others is a refusal.
     """
 
     def __init__(
         self,
         make: Callable[[], RankProgram],
-        abilities: Abilities,
+        capabilities: Capabilities,
         timeout: float = 60.0,
     ) -> None:
-        self.make, self.abilities, self._timeout = make, abilities, timeout
+        self.make = make
+        self.capabilities = capabilities
+        self._timeout = timeout
         self._worlds: dict[int, World] = {}
-        weakref.finalize(
-            self, lambda worlds: [*map(World.stop, worlds.values())], self._worlds
-        )
+        weakref.finalize(self, _stop_worlds, self._worlds)
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """Begins anew, in processes that may have been there before."""
+        """Begins anew, in processes that may have run another problem before."""
         if ranks not in self._worlds:
-            self._worlds[ranks] = World(ranks, self._timeout, strict=False)
-            self._worlds[ranks].start()
+            world = World(ranks, self._timeout, strict=False)
+            self._worlds[ranks] = world
+            world.start()
         self._world = self._worlds[ranks]
-        self._run(_start, [self.make] * ranks, [problem] * ranks)
+        makes = [self.make] * ranks
+        problems = [problem] * ranks
+        self._run(_start_program, makes, problems)
 
     def update(self, group: Group) -> None:
-        """One update in all processes."""
-        self._run(_update, [list(share) for share in group])
+        """Makes one update in all processes."""
+        shares = [list(share) for share in group]
+        self._run(_update_program, shares)
 
     def observe(self) -> Sequence[Observation]:
-        """What each process sees, and what is no longer as it was there."""
-        return self._run(_observe)
+        """Returns what each process sees, and what an update has changed there."""
+        return self._run(_observe_program)
 
     def _run(self, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
-        return values(self._world.run(function, *args))
+        results = self._world.run(function, *args)
+        return values(results)
 
 
-_running: dict[str, Any] = {}
+def _stop_worlds(worlds: Mapping[int, World]) -> None:
+    for world in worlds.values():
+        world.stop()
 
 
-def _start(rank: int, make: Callable[[], RankProgram], problem: Problem) -> None:
-    _running.update(watch=Watch(), program=make())
-    _running["program"].start(problem)
+class _Running(NamedTuple):
+    """Holds the program of this process, and the watch over what it may not change."""
+
+    program: RankProgram
+    watch: Watch
 
 
-def _update(rank: int, share: list[Batch]) -> None:
-    _running["watch"].call(lambda group: _running["program"].update(group[0]), [share])
+_running: dict[str, _Running] = {}
+"""Under "now": functions that a process is sent have no other place between two calls."""
 
 
-def _observe(rank: int) -> Observation:
-    seen: Observation = _running["program"].observe()
-    return seen._replace(changed=_running["watch"].changed())
+def _start_program(
+    rank: int, make: Callable[[], RankProgram], problem: Problem
+) -> None:
+    watch = Watch()  # First: making a program may change global state, too.
+    running = _Running(make(), watch)
+    _running["now"] = running
+    running.program.start(problem)
+
+
+def _update_program(rank: int, share: list[Batch]) -> None:
+    running = _running["now"]
+
+    def update(group: Group) -> None:
+        running.program.update(group[0])
+
+    running.watch.call(update, [share])
+
+
+def _observe_program(rank: int) -> Observation:
+    running = _running["now"]
+    seen = running.program.observe()
+    return seen._replace(changed=running.watch.changed())

@@ -1,4 +1,4 @@
-"""How far rounding can take two computations of one update apart: computed, never chosen.
+"""Computes how far rounding can take two computations of one update apart.
 
     γₙ = n u / (1 - n u)        u: the unit roundoff of the dtype, n: roundings in a row
 
@@ -6,23 +6,27 @@ Take a sum of products of inputs, each after at most n roundings. It is off by a
 sum of the products' absolute values: its majorant.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from purestep.testing.problem import Batch, Linear, Problem
-from purestep.testing.specification import Specification, together
-from purestep.testing.trainer import Abilities
+from purestep.testing.specification import ReferenceTrainer, join_batches
+from purestep.testing.trainer import Capabilities
+
+Batches: TypeAlias = Sequence[Batch | None]
+"""For each update what all ranks hold together; None: nothing."""
 
 AMPLIFIED = 1e8
 """By how much an update that is not SGD may enlarge roundings: AdamW divides by 1e-8 at most."""
 
 
-def gamma(n: int, dtype: torch.dtype) -> float:
-    """γₙ = n u / (1 − n u).
+def rounding_bound(n: int, dtype: torch.dtype) -> float:
+    """Returns γₙ = n u / (1 − n u).
 
-    >>> gamma(1, torch.float64)
+    >>> rounding_bound(1, torch.float64)
     1.1102230246251568e-16
     """
     nu = n * torch.finfo(dtype).eps / 2
@@ -31,83 +35,135 @@ def gamma(n: int, dtype: torch.dtype) -> float:
 
 
 class Bound(NamedTuple):
-    """How far a run may be off: the norm of each parameter's error, and the errors of reports."""
+    """Bounds the errors of a run: for each parameter their norm, and for each report."""
 
     params: dict[str, float]
     reports: dict[str, float]
 
 
-def bound(
-    problem: Problem, batches: Sequence[Batch | None], tokens: int, abilities: Abilities
+class _Majorants(NamedTuple):
+    """Sums of the absolute values of all products, for all that a run computes."""
+
+    params: dict[str, float]
+    loss: float
+    grad_norm: float
+    evaluation: float
+
+
+def compute_bound(
+    problem: Problem,
+    batches: Batches,
+    tokens: int,
+    capabilities: Capabilities,
 ) -> Bound:
-    """The bound after updates on these whole batches, with so many tokens summed."""
-    n = (problem.task.roundings + 8) * max(1, len(batches)) + 2 * tokens
-    factor = gamma(n, abilities.dtype)
-    of = _of_polynomials if isinstance(problem.model, Linear) else _of_gradients
-    params, loss, norm, evaluation = of(problem, batches)
-    moved = factor * (1 if abilities.sgd else AMPLIFIED)
-    sizes = {name: moved * size for name, size in params.items()}
-    count = max(
-        (float(problem.weights(b).sum()) for b in batches if b is not None), default=0.0
-    )
+    """Bounds the errors after one update on each of these batches, if ``tokens`` are summed."""
+    per_update = problem.task.roundings + 8
+    num_updates = max(1, len(batches))
+    num_roundings = per_update * num_updates + 2 * tokens
+    factor = rounding_bound(num_roundings, capabilities.dtype)
+    update_factor = factor if capabilities.plain_sgd else factor * AMPLIFIED
+    if isinstance(problem.model, Linear):
+        majorants = _linear_majorants(problem, batches)
+    else:
+        majorants = _gradient_majorants(problem, batches)
+    params = {}
+    for name, size in majorants.params.items():
+        params[name] = update_factor * size
     reports = {
-        "loss": factor * loss,
-        "grad_norm": factor * norm,
-        "num_tokens": factor * count,
+        "loss": factor * majorants.loss,
+        "grad_norm": factor * majorants.grad_norm,
+        "num_tokens": factor * _largest_count(problem, batches),
+        "evaluation": update_factor * majorants.evaluation,
     }
-    return Bound(sizes, reports | {"evaluation": moved * evaluation})
+    return Bound(params, reports)
 
 
-def _of_polynomials(
-    problem: Problem, batches: Sequence[Batch | None]
-) -> tuple[dict[str, float], float, float, float]:
-    """Updates of the linear model are polynomials of the data: here, of its absolute values.
+def _largest_count(problem: Problem, batches: Batches) -> float:
+    largest = 0.0
+    for batch in batches:
+        if batch is not None:
+            count = problem.weights(batch).sum()
+            largest = max(largest, float(count))
+    return largest
 
-    They are updates of the specification in which no two terms have different signs.
+
+def _linear_majorants(problem: Problem, batches: Batches) -> _Majorants:
+    """Updates the linear model on absolute values.
+
+    Each update is a polynomial of the data. Here no two terms of it have different signs: the
+    targets are negative, since they are subtracted, and so is the learning rate.
     """
-    params = {name: p.abs() for name, p in problem.params().items()}
-    scale = 1 / (1 - getattr(problem.model, "dropout", 0.0))
-    model = Linear(params["weight"].tolist(), params["bias"].item(), torch.float64)
-    numbers = problem.momentum, problem.weight_decay
-    it = Specification()
-    it.start(Problem(problem.task, model, -problem.learning_rate, *numbers), 1)
-    sizes: Batch = {}
+    params = problem.params()
+    weight = params["weight"].abs()
+    bias = params["bias"].abs()
+    absolute = Problem(
+        problem.task,
+        Linear(weight.tolist(), bias.item(), torch.float64),
+        -problem.learning_rate,
+        problem.momentum,
+        problem.weight_decay,
+    )
+    dropout = getattr(problem.model, "dropout", 0.0)
+    scale = 1 / (1 - dropout)
+    trainer = ReferenceTrainer()
+    trainer.start(absolute, 1)
+    evaluation = 0.0
+    last = None
     for batch in batches:
         if batch is not None and problem.weights(batch).any():
-            x, y = (batch[key].to(torch.float64).abs() for key in ("x", "y"))
-            sizes = {**batch, "x": scale * x, "y": -y}
-            it.update([[sizes]])
-    (seen,) = it.observe()
-    norms = {name: float(p.norm()) for name, p in seen.params.items()}
-    evaluation = it.evaluate([[sizes]]) if sizes else 0.0
-    return norms, float(seen.loss or 0.0), float(seen.grad_norm or 0.0), evaluation
+            x = batch["x"].double().abs()
+            y = batch["y"].double().abs()
+            last = {**batch, "x": scale * x, "y": -y}
+            trainer.update([[last]])
+    if last is not None:
+        evaluation = trainer.evaluate([[last]])
+    (seen,) = trainer.observe()
+    return _Majorants(
+        params=_compute_norms(seen.params),
+        loss=float(seen.loss or 0.0),
+        grad_norm=float(seen.grad_norm or 0.0),
+        evaluation=evaluation,
+    )
 
 
-def _of_gradients(
-    problem: Problem, batches: Sequence[Batch | None]
-) -> tuple[dict[str, float], float, float, float]:
-    """For other models the norms of each row's gradient stand for the products: Σ‖gₘ‖, one update.
+def _compute_norms(params: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(p.norm()) for name, p in params.items()}
 
-    Of all parameters together: one whose gradient is zero gets differences of others' terms.
+
+def _gradient_majorants(problem: Problem, batches: Batches) -> _Majorants:
+    """Takes the norms of each row's gradient for the products, in a single update: Σ‖gₘ‖.
+
+    The norms are those of all parameters together: one whose gradient is zero gets differences of
+    others' terms.
     """
-    it = Specification()
-    it.start(problem, 1)
-    start, sizes = it.params, {name: float(p.norm()) for name, p in it.params.items()}
-    batch = together([each for each in batches if each is not None])
+    trainer = ReferenceTrainer()
+    trainer.start(problem, 1)
+    start = trainer.params
+    sizes = _compute_norms(start)
+    batch = join_batches([batch for batch in batches if batch is not None])
     if batch is None or not problem.weights(batch).any():
-        return sizes, 0.0, 0.0, 0.0
-    weights = problem.weights(batch).to(torch.float64).sum(1)
-    loss = norm = 0.0
-    for row, share in enumerate((weights / weights.sum()).tolist()):
+        return _Majorants(sizes, loss=0.0, grad_norm=0.0, evaluation=0.0)
+    weights = problem.weights(batch).double().sum(1)
+    shares = weights / weights.sum()
+    loss = 0.0
+    norm = 0.0
+    for row, share in enumerate(shares.tolist()):
         if share:
-            it.params = start
-            it.update([[{key: value[row : row + 1] for key, value in batch.items()}]])
-            (seen,) = it.observe()
+            trainer.params = start
+            trainer.update([[_take_row(batch, row)]])
+            (seen,) = trainer.observe()
             loss += share * float(seen.loss or 0.0)
             norm += share * float(seen.grad_norm or 0.0)
-    it.params = start
-    it.update([[batch]])
+    trainer.params = start
+    trainer.update([[batch]])
     # A loss near zero is a difference of larger numbers: those of the loss before stand for them.
-    evaluation = max(loss, it.evaluate([[batch]]))
-    sizes = {name: size + problem.learning_rate * norm for name, size in sizes.items()}
-    return sizes, loss, norm, evaluation
+    evaluation = max(loss, trainer.evaluate([[batch]]))
+    params = {}
+    for name, size in sizes.items():
+        params[name] = size + problem.learning_rate * norm
+    return _Majorants(params, loss, norm, evaluation)
+
+
+def _take_row(batch: Batch, row: int) -> Batch:
+    rows = slice(row, row + 1)
+    return {key: x[rows] for key, x in batch.items()}

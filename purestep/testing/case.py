@@ -1,4 +1,4 @@
-"""Two ways to write the same training, which must end in the same state; and whether they do."""
+"""Describes two runs that must end in the same state, and checks whether a trainer's do."""
 
 import re
 import traceback
@@ -11,36 +11,42 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from purestep.testing.bounds import bound
+from purestep.testing.bounds import Bound, compute_bound
 from purestep.testing.problem import Batch, Linear, Problem
-from purestep.testing.specification import Specification, together
+from purestep.testing.specification import ReferenceTrainer, join_group
 from purestep.testing.trainer import Evaluating, Group, Observation, Trainer
-from purestep.testing.watch import Watch, same
+from purestep.testing.watch import Watch, equal_or_nan
 
 Act: TypeAlias = Literal["restart", "save", "look"] | Group
 """An update on a group; "save": the state is saved; "restart": the same, another update is lost,
 and the state is put back after a fresh start; "look": it is observed, and evaluates a part."""
 
-LOOK = 'it.observe(); hasattr(it, "evaluate") and it.evaluate([share[:1] for share in group])'
+ACT_CODE = {
+    "save": ["it.save()"],
+    "look": [
+        'it.observe(); hasattr(it, "evaluate") and '
+        "it.evaluate([share[:1] for share in group])"
+    ],
+}
 
 
 class Run(NamedTuple):
-    """What a trainer is to do: on so many ranks, in one of its settings."""
+    """Lists what a trainer does, on how many ranks and in which of its settings."""
 
     acts: Sequence[Act]
-    how: str
+    label: str
     ranks: int = 1
     setting: str | None = None
 
     @property
     def groups(self) -> list[Group]:
-        """Of the updates."""
+        """Returns the groups of the updates."""
         return [act for act in self.acts if not isinstance(act, str)]
 
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """Two runs that must agree; ``first`` None: the second one and the specification.
+    """Holds two runs that must agree; ``first`` None: the second one and the specification.
 
     ``reports`` names what the ranks' reports of the last update must agree in, too; "evaluation" is
     of its group with rows twice as long. ``scale`` is how much larger the count of tokens is in the
@@ -54,166 +60,204 @@ class Case:
     scale: float = 1.0
     part: str = ""
 
-    def words(self) -> str:
-        """The case in words, with all its numbers."""
-        first = self.first or Run([], "the equation")
-        words = [f"{first.how} against {self.second.how}"]
+    def describe(self) -> str:
+        """Describes the case in words, with all its numbers."""
+        first = "the equation" if self.first is None else self.first.label
+        words = [f"{first} against {self.second.label}"]
         if isinstance(self.problem.model, Linear):
-            words += [
-                f"start {name} {_said(p)}" for name, p in self.problem.params().items()
-            ]
-        words += [
-            f"{name.replace('_', ' ')} {n}"
-            for name, n in _numbers(self.problem).items()
-        ]
-        longer = max(first, self.second, key=lambda run: len(run.groups))
-        for at, group in enumerate(longer.groups, 1):
-            batches = [
-                [f"{k} {_said(x)}" for k, x in b.items()]
-                for share in group
-                for b in share
-            ]
-            words.append(
-                f"update {at}: {' | '.join(map(', '.join, batches)) or 'nothing'}"
-            )
+            for name, p in self.problem.params().items():
+                words.append(f"start {name} {_format_tensor(p)}")
+        for name, value in _sgd_numbers(self.problem).items():
+            words.append(f"{name.replace('_', ' ')} {value}")
+        for number, group in enumerate(self._longer_run().groups, 1):
+            words.append(f"update {number}: {_describe_group(group)}")
         return "; ".join(words)
 
-    def code(self) -> str:
-        """The case as a program, for a ``trainer`` of yours."""
+    def _longer_run(self) -> Run:
+        if self.first is None:
+            return self.second
+        return max(self.first, self.second, key=lambda run: len(run.groups))
+
+    def reproducer(self) -> str:
+        """Writes the case as a program, for a ``trainer`` of yours."""
         model = self.problem.model
-        known = (
-            f"ps.testing.REGRESSION, {model!r}"
-            if isinstance(model, Linear)
-            else "task, model"
-        )
-        numbers = ", ".join(f"{name}={n}" for name, n in _numbers(self.problem).items())
-        lines = ["import torch", "import purestep as ps", ""]
-        lines.append(f"problem = ps.testing.Problem({known}, {numbers})")
-        one = "trainer" if self.first else "ps.testing.Specification()"
-        for trainer, run in (
-            (one, self.first or self.second),
-            ("trainer", self.second),
-        ):
-            start = f"it.start(problem, ranks={run.ranks})"
-            lines += ["", f"it = {trainer}  # {run.how}"]
-            lines += (
-                [start] if run.setting is None else [f"it.use({run.setting!r})", start]
-            )
-            lines += [_group(run.groups[0])] * isinstance(run.acts[0], str)
-            for act in run.acts:
-                if act == "restart":
-                    lines += [
-                        "saved = it.save()",
-                        "it.update(group)",
-                        start,
-                        "it.load(saved)",
-                    ]
-                elif isinstance(act, str):
-                    lines += [LOOK if act == "look" else "it.save()"]
-                else:
-                    lines += [_group(act), "it.update(group)"]
-            lines.append("print(it.observe())")
+        args = ["task", "model"]
+        if isinstance(model, Linear):
+            args = ["ps.testing.REGRESSION", repr(model)]
+        for name, value in _sgd_numbers(self.problem).items():
+            args.append(f"{name}={value}")
+        lines = [
+            "import torch",
+            "import purestep as ps",
+            "",
+            f"problem = ps.testing.Problem({', '.join(args)})",
+        ]
+        if self.first is None:
+            lines += _run_code(self.second, "ps.testing.ReferenceTrainer()")
+        else:
+            lines += _run_code(self.first, "trainer")
+        lines += _run_code(self.second, "trainer")
         return "\n".join(lines)
 
-    __repr__ = code
+    __repr__ = reproducer
 
     def coverage(self) -> dict[str, Any]:
-        """What kind of case it is, in a few numbers."""
-        *_, last = self.second.groups
-        batch = _whole((self.first or self.second).groups[-1])
-        weights = {*self.problem.weights(batch).flatten().tolist()} if batch else set()
-        kind = "whole" if all(w == int(w) for w in weights) else "fractions"
-        kind = "0 and 1" if weights <= {0, 1} else kind
-        numbers = sum(map(len, last)), self.second.ranks, len(self.second.groups), kind
-        return dict(
-            zip(("microbatches", "ranks", "updates", "weights"), numbers, strict=True)
-        )
+        """Summarises the case in a few numbers."""
+        first = self.first or self.second
+        batch = join_group(first.groups[-1])
+        last = self.second.groups[-1]
+        return {
+            "microbatches": sum(len(share) for share in last),
+            "ranks": self.second.ranks,
+            "updates": len(self.second.groups),
+            "weights": _classify_weights(self.problem, batch),
+        }
 
 
-def _numbers(problem: Problem) -> dict[str, float]:
-    """The numbers of its SGD, but for those that are zero."""
+def _classify_weights(problem: Problem, batch: Batch | None) -> str:
+    if batch is None:
+        return "0 and 1"
+    weights = problem.weights(batch).flatten().tolist()
+    if all(weight in (0, 1) for weight in weights):
+        return "0 and 1"
+    if all(weight == int(weight) for weight in weights):
+        return "whole"
+    return "fractions"
+
+
+def _sgd_numbers(problem: Problem) -> dict[str, float]:
+    """Returns the numbers of the problem's SGD that are not zero."""
     names = ("learning_rate", "momentum", "weight_decay")
-    return {name: getattr(problem, name) for name in names if getattr(problem, name)}
+    values = {name: getattr(problem, name) for name in names}
+    return {name: value for name, value in values.items() if value}
 
 
-def _said(x: Tensor) -> str:
+def _format_tensor(x: Tensor) -> str:
     return re.sub(r"\.0\b", "", str(x.tolist()))
 
 
-def _group(group: Group) -> str:
-    shares = ", ".join(f"[{', '.join(map(_code, share))}]" for share in group)
-    return f"group = [{shares}]"
+def _describe_group(group: Group) -> str:
+    words = []
+    for share in group:
+        for batch in share:
+            items = [f"{key} {_format_tensor(x)}" for key, x in batch.items()]
+            words.append(", ".join(items))
+    return " | ".join(words) or "nothing"
 
 
-def _code(batch: Batch) -> str:
-    items = [
-        f"{k!r}: torch.tensor({x.tolist()}, dtype={x.dtype})" for k, x in batch.items()
-    ]
-    return re.sub(r"\b(nan|inf)\b", r'float("\1")', f"{{{', '.join(items)}}}")
+def _run_code(run: Run, trainer: str) -> list[str]:
+    start = f"it.start(problem, ranks={run.ranks})"
+    lines = ["", f"it = {trainer}  # {run.label}"]
+    if run.setting is not None:
+        lines.append(f"it.select_setting({run.setting!r})")
+    lines.append(start)
+    if isinstance(run.acts[0], str):  # It takes the group of the update that follows.
+        lines.append(_group_code(run.groups[0]))
+    for act in run.acts:
+        if act == "restart":
+            lines += ["saved = it.save()", "it.update(group)", start, "it.load(saved)"]
+        elif isinstance(act, str):
+            lines += ACT_CODE[act]
+        else:
+            lines += [_group_code(act), "it.update(group)"]
+    lines.append("print(it.observe())")
+    return lines
+
+
+def _group_code(group: Group) -> str:
+    shares = []
+    for share in group:
+        batches = [_batch_code(batch) for batch in share]
+        shares.append(f"[{', '.join(batches)}]")
+    return f"group = [{', '.join(shares)}]"
+
+
+def _batch_code(batch: Batch) -> str:
+    items = []
+    for key, x in batch.items():
+        items.append(f"{key!r}: torch.tensor({x.tolist()}, dtype={x.dtype})")
+    code = "{" + ", ".join(items) + "}"
+    return re.sub(r"\b(nan|inf)\b", r'float("\1")', code)
 
 
 class RefusalError(Exception):
-    """A trainer raised an exception, which is its cause."""
+    """Wraps an exception of a trainer, which is its cause."""
 
 
 class DisagreementError(AssertionError):
-    """Two runs that must agree do not: in this respect, by so much relative to its size."""
+    """Reports two runs that must agree and do not: in what, and by how much of its size."""
 
     def __init__(self, case: Case, what: str, size: float) -> None:
-        super().__init__(f"{what}\n  in this case: {case.words()}")
-        self.case, self.what, self.size = case, what, size
+        super().__init__(f"{what}\n  in this case: {case.describe()}")
+        self.case = case
+        self.what = what
+        self.size = size
 
 
 FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (\S+)\n(?:    .*\n)*')
+CHAINED = re.compile(r"\n\n(?:The above exception was|During handling of)")
 
 
-def cause(error: BaseException) -> str:
-    """The exception behind all others, which a traceback tells first, and where it was raised."""
-    told = "".join(traceback.format_exception(error))
-    inner = re.split(r"\n\n(?:The above exception was|During handling of)", told)[0]
-    *_, frame = FRAME.finditer(inner)
-    said = " ".join(inner[frame.end() :].split())[:400]
-    then = (
-        ""
-        if inner == told
-        else f"; then {type(error).__name__}: {error}".split("\n")[0]
-    )
-    return f"{said} ({Path(frame[1]).name}:{frame[2]}, in {frame[3]}){then}"
+def describe_cause(error: BaseException) -> str:
+    """Describes the exception behind all others, and where it was raised.
+
+    A traceback begins with it.
+    """
+    text = "".join(traceback.format_exception(error))
+    innermost = CHAINED.split(text)[0]
+    frame = list(FRAME.finditer(innermost))[-1]
+    path, line, function = frame.groups()
+    words = innermost[frame.end() :].split()
+    message = " ".join(words)[:400]
+    file = Path(path).name
+    cause = f"{message} ({file}:{line}, in {function})"
+    if innermost == text:
+        return cause
+    outermost = f"{type(error).__name__}: {error}".split("\n")[0]
+    return f"{cause}; then {outermost}"
 
 
 def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observation]:
-    """What each rank sees after a run, on copies of the data; the first evaluates, too."""
+    """Returns what each rank sees after a run on copies of the data; the first evaluates, too."""
     watch = Watch()
     try:
-        seen = _after(trainer, problem, run, watch)
+        seen = _do_run(trainer, problem, run, watch)
         changed = watch.changed()
     except Exception as error:
-        raise RefusalError(cause(error)) from error
+        raise RefusalError(describe_cause(error)) from error
     finally:
         watch.end()
-    known, dtype = [*problem.params()], trainer.abilities.dtype
-    for each in seen:
-        if {*each.params} != {*known}:
-            raise ValueError(
-                f"observe() has the names {[*each.params]}, the problem {known}"
-            )
-        if other := [p.dtype for p in each.params.values() if p.dtype != dtype]:
-            how = f"declare Abilities(dtype={other[0]}), or compute in {dtype}"
+    observations = []
+    for observation in seen:
+        _check_params(observation, problem, trainer.capabilities.dtype)
+        # Processes have watched their own global state.
+        changed_there = list(observation.changed or ())
+        observation = observation._replace(changed=changed_there + changed)
+        observations.append(observation)
+    return observations
+
+
+def _check_params(
+    observation: Observation, problem: Problem, dtype: torch.dtype
+) -> None:
+    names = list(problem.params())
+    params = observation.params
+    if set(params) != set(names):
+        raise ValueError(f"observe() has the names {list(params)}, the problem {names}")
+    for p in params.values():
+        if p.dtype != dtype:
             raise RefusalError(
-                f"its parameters are {other[0]}, its abilities say {dtype}: {how}"
+                f"its parameters are {p.dtype}, its capabilities say {dtype}: "
+                f"declare Capabilities(dtype={p.dtype}), or compute in {dtype}"
             )
-    return [each._replace(changed=[*(each.changed or ()), *changed]) for each in seen]
 
 
-def _after(trainer: Any, problem: Problem, run: Run, watch: Watch) -> list[Observation]:
-    def look(group: Group) -> list[Observation]:
-        (first, *others), batch = trainer.observe(), _whole(group)
-        if isinstance(trainer, Evaluating) and batch and problem.weights(batch).any():
-            first = first._replace(evaluation=watch.call(trainer.evaluate, group))
-        return [first, *others]
-
+def _do_run(
+    trainer: Any, problem: Problem, run: Run, watch: Watch
+) -> list[Observation]:
+    """Does a run, act by act, and looks at its end."""
     if run.setting is not None:
-        trainer.use(run.setting)
+        trainer.select_setting(run.setting)
     trainer.start(problem, run.ranks)
     group = run.groups[0]
     for act in run.acts:
@@ -222,97 +266,142 @@ def _after(trainer: Any, problem: Problem, run: Run, watch: Watch) -> list[Obser
             watch.call(trainer.update, group)
             trainer.start(problem, run.ranks)
             trainer.load(saved)
-        elif isinstance(act, str):
-            look([share[:1] for share in group]) if act == "look" else trainer.save()
+        elif act == "look":
+            part = [share[:1] for share in group]
+            _look(trainer, problem, part, watch)
+        elif act == "save":
+            trainer.save()
         else:
             group = act
             watch.call(trainer.update, group)
-    if (
-        not problem.task.vocabulary
-    ):  # Rows that no update has seen, with the same mean loss.
-        group = [
-            [{key: _twice(x) for key, x in b.items()} for b in share] for share in group
-        ]
-    return look(group)
+    if not problem.task.vocabulary:
+        # Rows that no update has seen, with the same mean loss.
+        group = [[_double_length(batch) for batch in share] for share in group]
+    return _look(trainer, problem, group, watch)
 
 
-def _twice(x: Tensor) -> Tensor:
-    return x if x.ndim == 1 else torch.cat([x, x], 1)
+def _look(
+    trainer: Any, problem: Problem, group: Group, watch: Watch
+) -> list[Observation]:
+    """Observes a trainer, and lets it evaluate a group if it can and there are tokens."""
+    first, *others = trainer.observe()
+    if isinstance(trainer, Evaluating) and _has_tokens(problem, group):
+        evaluation = watch.call(trainer.evaluate, group)
+        first = first._replace(evaluation=evaluation)
+    return [first, *others]
+
+
+def _has_tokens(problem: Problem, group: Group) -> bool:
+    batch = join_group(group)
+    if batch is None:
+        return False
+    return bool(problem.weights(batch).any())
+
+
+def _double_length(batch: Batch) -> Batch:
+    doubled = {}
+    for key, x in batch.items():
+        if x.ndim > 1:  # Not "key": one number for each row.
+            x = torch.cat([x, x], 1)
+        doubled[key] = x
+    return doubled
 
 
 def agree(trainer: Trainer, case: Case) -> bool:
-    """Whether the two runs agree to the bit; ``DisagreementError`` where they differ by more.
+    """Tells whether the two runs agree to the bit, in their last states and in what they report.
 
-    They agree in their last states and in what they report.
+    Raises ``DisagreementError`` if they differ by more than rounding explains.
     """
-    problem = case.problem
+    reference = case.first or case.second
     # The first run has no more in it than has to be computed.
-    wholes = [_whole(group) for group in (case.first or case.second).groups]
-    tokens = sum(
-        problem.weights(b).numel() for g in case.second.groups for s in g for b in s
-    )
-    allowed = bound(problem, wholes, tokens, trainer.abilities)
-    first = outcome(
-        trainer if case.first else Specification(), problem, case.first or case.second
-    )
-    expected, last = first[0], wholes[-1]
-    if expected.evaluation is not None and last and "key" in last:
-        # Nothing is dropped in evaluation.
-        equation = Specification()
-        equation.start(problem, 1)
-        equation.params = {name: p.double() for name, p in expected.params.items()}
-        expected = expected._replace(evaluation=equation.evaluate([[last]]))
-    second = outcome(trainer, problem, case.second)
-    for seen, scale in ((first, 1.0), (second, case.scale)):
-        for rank, each in enumerate(seen):
-            on = f" on rank {rank}" if len(seen) > 1 else ""
-            for name, want in expected.params.items():
-                start = problem.params()[name]
-                _close(
-                    case,
-                    name + on,
-                    each.params[name],
-                    want,
-                    allowed.params[name],
-                    start,
-                )
-            for name in case.reports:
-                have, want = getattr(each, name), getattr(expected, name)
-                if have is not None and want is not None:
-                    factor = scale if name == "num_tokens" else 1.0
-                    _close(
-                        case,
-                        name + on,
-                        have,
-                        factor * want,
-                        factor * allowed.reports[name],
-                    )
-    params = expected.params.items()
+    batches = [join_group(group) for group in reference.groups]
+    tokens = _count_tokens(case.problem, case.second)
+    bound = compute_bound(case.problem, batches, tokens, trainer.capabilities)
+
+    first_trainer = trainer if case.first else ReferenceTrainer()
+    first = outcome(first_trainer, case.problem, reference)
+    expected = _without_dropout(first[0], case.problem, batches[-1])
+    second = outcome(trainer, case.problem, case.second)
+    _check_ranks(case, first, expected, bound, 1.0)
+    _check_ranks(case, second, expected, bound, case.scale)
     return all(
-        bool(same(each.params[name], p).all()) for each in second for name, p in params
+        bool(equal_or_nan(observation.params[name], p).all())
+        for observation in second
+        for name, p in expected.params.items()
     )
 
 
-def _whole(group: Group) -> Batch | None:
-    return together([batch for share in group for batch in share])
+def _count_tokens(problem: Problem, run: Run) -> int:
+    return sum(
+        problem.weights(batch).numel()
+        for group in run.groups
+        for share in group
+        for batch in share
+    )
 
 
-def _close(
+def _without_dropout(
+    observation: Observation, problem: Problem, batch: Batch | None
+) -> Observation:
+    """Evaluates by the equation after dropout, since nothing is dropped in evaluation."""
+    if observation.evaluation is None or not batch or "key" not in batch:
+        return observation
+    equation = ReferenceTrainer()
+    equation.start(problem, 1)
+    for name, p in observation.params.items():
+        equation.params[name] = p.double()
+    evaluation = equation.evaluate([[batch]])
+    return observation._replace(evaluation=evaluation)
+
+
+def _check_ranks(
+    case: Case,
+    seen: Sequence[Observation],
+    expected: Observation,
+    bound: Bound,
+    scale: float,
+) -> None:
+    """Checks what each rank sees after one run; ``scale`` is that of its count of tokens."""
+    start = case.problem.params()
+    for rank, observation in enumerate(seen):
+        where = f" on rank {rank}" if len(seen) > 1 else ""
+        for name, p in expected.params.items():
+            _check_close(
+                case,
+                name + where,
+                observation.params[name],
+                p,
+                bound.params[name],
+                start[name],
+            )
+        for name in case.reports:
+            actual = getattr(observation, name)
+            value = getattr(expected, name)
+            if actual is not None and value is not None:
+                factor = scale if name == "num_tokens" else 1.0
+                allowed = factor * bound.reports[name]
+                _check_close(case, name + where, actual, factor * value, allowed)
+
+
+def _check_close(
     case: Case,
     what: str,
-    have: Any,
-    want: Any,
+    actual: Tensor | float,
+    expected: Tensor | float,
     allowed: float,
     start: Tensor | float = 0.0,
 ) -> None:
-    """Each of the two may be off by the bound."""
-    have, want = (
-        torch.as_tensor(x, dtype=torch.float64).detach() for x in (have, want)
-    )
-    error = float(torch.where(same(have, want), 0, have - want).norm())
-    if not error <= 2 * allowed:
-        moved = float((want - start).norm())
-        shown, other = (f"{x.tolist()}"[:200] for x in (have, want))
-        apart = f"they are {error:.3g} apart, and rounding explains {2 * allowed:.1g}"
-        what = f"{what}: {shown} is not {other}; {apart}"
-        raise DisagreementError(case, what, error / moved if moved else inf)
+    """Checks that two values differ by twice the bound at most: each may be off by it."""
+    actual = torch.as_tensor(actual, dtype=torch.float64).detach()
+    expected = torch.as_tensor(expected, dtype=torch.float64).detach()
+    is_equal = equal_or_nan(actual, expected)
+    difference = torch.where(is_equal, 0, actual - expected)
+    error = float(difference.norm())
+    if not error <= 2 * allowed:  # An error that is NaN is too large, too.
+        update_size = float((expected - start).norm())
+        text = (
+            f"{what}: {str(actual.tolist())[:200]} is not "
+            f"{str(expected.tolist())[:200]}; they are {error:.3g} apart, "
+            f"and rounding explains {2 * allowed:.1g}"
+        )
+        raise DisagreementError(case, text, error / update_size if update_size else inf)

@@ -1,49 +1,59 @@
-"""Cases from choices: drawn at random, and made simpler where a claim about them fails."""
+"""Draws cases from choices: at random, and simpler ones after a claim about them fails."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
-Place: TypeAlias = tuple[int, ...]
-Made: TypeAlias = dict[Place, int]
-"""Which option is chosen at a place. Choices keep their places when others are changed."""
+Address: TypeAlias = tuple[int, ...]
+"""Where a choice is asked for: its number among the choices of one draw, after the address of that
+draw: ``(*scope, number)``. The scope of draw 2 of ``many``, asked for at (3,), is (3, 2)."""
+Choices: TypeAlias = dict[Address, int]
+"""Which option is chosen at an address. Choices keep their addresses when others are changed."""
 
 
 @dataclass
 class Draw:
-    """Choices: at some places ``made``, at others random. The first option is the simplest."""
+    """Makes choices: at some addresses those of ``choices``, at others random ones.
 
-    made: Made
-    random: random.Random | None = None
-    used: Made = field(default_factory=dict)
-    scope: Place = ()
+    Without ``rng`` others are the first option, which is the simplest.
+    """
+
+    choices: Choices
+    rng: random.Random | None = None
+    used: Choices = field(default_factory=dict)
+    scope: Address = ()
     count: int = 0
 
     def one(self, options: Sequence[T]) -> T:
-        """One of the options."""
-        place = (*self.scope, self.count)
+        """Chooses one of the options."""
+        address = (*self.scope, self.count)
         self.count += 1
-        other = self.random.randrange(len(options)) if self.random else 0
-        self.used[place] = self.made.get(place, other) % len(options)
-        return options[self.used[place]]
+        # Drawn even if the choice is fixed: else later choices would be other ones.
+        default = self.rng.randrange(len(options)) if self.rng else 0
+        index = self.choices.get(address, default) % len(options)
+        self.used[address] = index
+        return options[index]
 
     def many(self, numbers: Sequence[int]) -> list[Draw]:
-        """One of these numbers of draws, each with choices beside the others'."""
+        """Chooses one of these numbers of draws, whose choices do not depend on each other."""
         scope = (*self.scope, self.count)
-        return [
-            replace(self, scope=(*scope, at), count=0)
-            for at in range(self.one(numbers))
-        ]
+        draws = []
+        for i in range(self.one(numbers)):
+            draws.append(replace(self, scope=(*scope, i), count=0))
+        return draws
 
     def order(self, items: Sequence[T]) -> list[T]:
-        """The items in any order."""
-        left = list(items)
-        return [left.pop(self.one(range(len(left)))) for _ in items]
+        """Puts the items into any order."""
+        rest = list(items)
+        ordered = []
+        while rest:
+            index = self.one(range(len(rest)))
+            ordered.append(rest.pop(index))
+        return ordered
 
 
 def counterexample(
@@ -53,7 +63,7 @@ def counterexample(
     shrink: int,
     seed: object,
 ) -> AssertionError | None:
-    """What the claim says of the smallest case found in which it fails; None: it held in all.
+    """Returns the error of the smallest case in which the claim fails; None: it holds in all.
 
     Args:
         case: makes a case of choices. The first of them takes its options in turn.
@@ -69,7 +79,7 @@ def counterexample(
     AssertionError(12)
     """
 
-    def broken(draw: Draw) -> AssertionError | None:
+    def find_error(draw: Draw) -> AssertionError | None:
         drawn = case(draw)
         try:
             claim(drawn)
@@ -77,61 +87,110 @@ def counterexample(
             return error
         return None
 
-    for at in range(most):
-        draw = Draw({(0,): at}, random.Random(f"{seed} {at}"))
-        if error := broken(draw):
-            break
-    else:
-        return None
-    seen: list[Made] = []
-    before = None
-    while before != draw.used:
-        before = draw.used
-        for change in _changes(before):
-            made = {
-                place: option for place, option in change(draw.used).items() if option
-            }
-            if made not in seen and len(seen) < shrink:
-                seen.append(made)
-                if smaller := broken(other := Draw(made)):
-                    draw, error = other, smaller
-    return error
+    for number in range(most):
+        rng = random.Random(f"{seed} {number}")
+        draw = Draw({(0,): number}, rng)
+        error = find_error(draw)
+        if error is not None:
+            return _Shrinker(draw, error, find_error, shrink).shrink()
+    return None
 
 
-def _changes(used: Made) -> list[Callable[[Made], Made]]:
-    """What makes choices simpler: one draw of many left out, or made the simplest; one choice."""
-    scopes = {place[:end] for place in used for end in range(2, len(place), 2)}
-    large = sorted(scopes, key=lambda scope: (len(scope), [-at for at in scope]))
-    lower: list[Callable[[int], int]] = [
-        lambda at: 0,
-        lambda at: at // 2,
-        lambda at: at - 1,
-    ]
-    return [
-        *[partial(_without, scope) for scope in large],
-        *[partial(_simplest, scope) for scope in large],
-        *[partial(_lower, place, step) for place in used for step in lower],
-    ]
+@dataclass
+class _Shrinker:
+    """Makes the choices of a draw simpler for as long as the claim still fails."""
+
+    draw: Draw
+    error: AssertionError
+    find_error: Callable[[Draw], AssertionError | None]
+    most: int
+    tried: list[Choices] = field(default_factory=list)
+
+    def shrink(self) -> AssertionError:
+        """Returns the error of the simplest draw that it finds."""
+        before = None
+        while before != self.draw.used:
+            before = self.draw.used
+            self._try_changes(before)
+        return self.error
+
+    def _try_changes(self, used: Choices) -> None:
+        """Tries to leave draws out, to reset them, and to lower single choices."""
+        scopes = _list_scopes(used)
+        for scope in scopes:
+            self._try(_remove_draw(scope, self.draw.used))
+        for scope in scopes:
+            self._try(_reset_draw(scope, self.draw.used))
+        for address in used:
+            self._try(_lower(address, self.draw.used, lambda option: 0))
+            self._try(_lower(address, self.draw.used, lambda option: option // 2))
+            self._try(_lower(address, self.draw.used, lambda option: option - 1))
+
+    def _try(self, changed: Choices) -> None:
+        # An option 0 is what a draw takes by itself.
+        choices = {}
+        for address, option in changed.items():
+            if option:
+                choices[address] = option
+        if choices in self.tried or len(self.tried) >= self.most:
+            return
+        self.tried.append(choices)
+        simpler = Draw(choices)
+        error = self.find_error(simpler)
+        if error is not None:
+            self.draw = simpler
+            self.error = error
 
 
-def _without(scope: Place, made: Made) -> Made:
-    *whole, at = scope
-    if not made.get((*whole,)):
-        return made
-    fewer = _simplest(scope, made)
-    fewer[(*whole,)] -= 1
-    back = len(whole)
-    return {
-        (*whole, place[back] - 1, *place[back + 1 :])
-        if [*place[:back]] == whole and place[back:] > (at,)
-        else place: option
-        for place, option in fewer.items()
-    }
+def _list_scopes(used: Choices) -> list[Address]:
+    """Lists the draws of all ``many``: outer ones first, and the last of many first."""
+    scopes: set[Address] = set()
+    for address in used:
+        for end in range(2, len(address), 2):
+            scopes.add(address[:end])
+
+    def rank(scope: Address) -> tuple[int, list[int]]:
+        backwards = [-i for i in scope]
+        return len(scope), backwards
+
+    return sorted(scopes, key=rank)
 
 
-def _simplest(scope: Place, made: Made) -> Made:
-    return {place: at for place, at in made.items() if place[: len(scope)] != scope}
+def _remove_draw(scope: Address, choices: Choices) -> Choices:
+    """Leaves one of many draws out; those behind it move up."""
+    parent = scope[:-1]
+    index = scope[-1]
+    if not choices.get(parent):
+        return choices
+    fewer = _reset_draw(scope, choices)
+    fewer[parent] -= 1
+    depth = len(parent)
+    moved = {}
+    for address, option in fewer.items():
+        rest = address[depth:]
+        if address[:depth] == parent and rest > (index,):
+            address = (*parent, rest[0] - 1, *rest[1:])
+        moved[address] = option
+    return moved
 
 
-def _lower(place: Place, step: Callable[[int], int], made: Made) -> Made:
-    return made | {place: step(made[place])} if made.get(place) else made
+def _reset_draw(scope: Address, choices: Choices) -> Choices:
+    """Forgets the choices of one draw."""
+    depth = len(scope)
+    rest = {}
+    for address, option in choices.items():
+        if address[:depth] != scope:
+            rest[address] = option
+    return rest
+
+
+def _lower(
+    address: Address,
+    choices: Choices,
+    step: Callable[[int], int],
+) -> Choices:
+    """Lowers one choice, unless it is the lowest."""
+    option = choices.get(address)
+    if not option:
+        return choices
+    return {**choices, address: step(option)}

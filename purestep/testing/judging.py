@@ -1,5 +1,6 @@
-"""What the laws say of a trainer: as an error, as tests, and as a table."""
+"""Judges a trainer by the laws: as an error, as tests, and as a table."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from datetime import date
@@ -7,61 +8,68 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from purestep.testing.case import Case, RefusalError
+from purestep.testing.case import Case, DisagreementError, RefusalError
 from purestep.testing.catalogue import LAWS, TrainerLaw
 from purestep.testing.draws import counterexample
 from purestep.testing.trainer import Trainer
 
-Finding: TypeAlias = Literal["holds", "wrong", "refuses", "not asked"]
+Status: TypeAlias = Literal["holds", "wrong", "refuses", "not asked"]
 Names: TypeAlias = Iterable[str]
 Seed: TypeAlias = int | Literal["today"]
 SEVERITY = ("not asked", "holds", "refuses", "wrong")
 
 
 class Verdict(NamedTuple):
-    """What is found out about one law.
+    """Tells whether a trainer keeps one law.
 
-    ``finding`` is "holds", in ``cases`` cases, of which so many ``to_the_bit``; "wrong", with the
-    smallest ``case`` found, ``why`` in words, and the ``size`` of the error relative to the update;
-    "refuses", with the smallest case that raised an exception; or "not asked", and ``why``.
+    ``status`` is "holds", in ``cases`` cases, of which so many ``num_bitwise``; "wrong", with the
+    smallest ``case`` found, ``reason`` in words, and the ``size`` of the error relative to the
+    update; "refuses", with the smallest case that raised an exception; or "not asked", and
+    ``reason``.
 
     ``parts`` has a verdict for each kind of case, where the law tells them apart. ``coverage``
     counts the cases by their microbatches, ranks, updates and weights.
     """
 
     law: TrainerLaw
-    finding: Finding
+    status: Status
     cases: int = 0
-    to_the_bit: int = 0
+    num_bitwise: int = 0
     case: Case | None = None
-    why: str = ""
+    reason: str = ""
     size: float = 0.0
     parts: Mapping[str, Any] = {}
     coverage: Mapping[str, Counter[Any]] = {}
 
     def __str__(self) -> str:
-        law, parts = f"{self.law.name} {self.law.title}", defaultdict(list)
+        law = f"{self.law.name} {self.law.title}"
+        if self.status == "not asked":
+            return f"{law}: not asked, {self.reason}"
+        if self.status != "holds":
+            return f"{law}: {self._describe_parts()}. {self.reason}"
+        bits = "all" if self.num_bitwise == self.cases else self.num_bitwise
+        words = f"{law}: holds in {self.cases} cases, {bits} to the bit"
+        return f"{words}; {self._describe_coverage()}"
+
+    def _describe_parts(self) -> str:
+        names = defaultdict(list)
         for part, verdict in self.parts.items():
-            parts[verdict.finding].append(part)
-        if self.finding == "not asked":
-            return f"{law}: not asked, {self.why}"
-        if self.finding != "holds":
-            said = [
-                f"{finding} for {', '.join(names)}" for finding, names in parts.items()
-            ]
-            return f"{law}: {', '.join(said) or self.finding}. {self.why}"
-        spans = [
-            f"{what} {'-'.join(dict.fromkeys([str(min(numbers)), str(max(numbers))]))}"
-            for what, numbers in self.coverage.items()
-            if what != "weights"
-        ]
-        bits = "all" if self.to_the_bit == self.cases else f"{self.to_the_bit}"
-        return (
-            f"{law}: holds in {self.cases} cases, {bits} to the bit; {', '.join(spans)}"
-        )
+            names[verdict.status].append(part)
+        words = [f"{status} for {', '.join(parts)}" for status, parts in names.items()]
+        return ", ".join(words) or self.status
+
+    def _describe_coverage(self) -> str:
+        words = []
+        for what, counts in self.coverage.items():
+            if what != "weights":
+                least = min(counts)
+                most = max(counts)
+                span = f"{least}" if least == most else f"{least}-{most}"
+                words.append(f"{what} {span}")
+        return ", ".join(words)
 
 
-def judge(
+def run_laws(
     trainer: Trainer,
     laws: Names = LAWS,
     *,
@@ -69,7 +77,7 @@ def judge(
     shrink: int = 200,
     seed: Seed = 0,
 ) -> list[Verdict]:
-    """A verdict for each law. A law says "refuses" only where no number is wrong.
+    """Returns a verdict for each law. A law says "refuses" only where no number is wrong.
 
     Args:
         trainer: what is judged.
@@ -78,133 +86,217 @@ def judge(
         shrink: how many more to find a smaller one.
         seed: from which cases are drawn; "today" draws others each day.
 
-    >>> from purestep.testing import Specification
-    >>> for verdict in judge(Specification(), ["T5", "T16"], cases=10):
+    >>> from purestep.testing import ReferenceTrainer
+    >>> for verdict in run_laws(ReferenceTrainer(), ["T5", "T16"], cases=10):
     ...     print(verdict)
     T5 weights: holds in 10 cases, 7 to the bit; microbatches 1, ranks 1, updates 1
     T16 resume: not asked, it cannot be saved here
     """
     if seed == "today":
         seed = date.today().toordinal()
-    return [_verdict(trainer, _law(name), cases, shrink, seed) for name in laws]
+    budget = _Budget(cases, shrink, seed)
+    return [_judge_law(trainer, _find_law(name), budget) for name in laws]
 
 
-def check(trainer: Trainer, laws: Names = LAWS, **how: Any) -> None:
+def check(
+    trainer: Trainer,
+    laws: Names = LAWS,
+    *,
+    cases: int = 100,
+    shrink: int = 200,
+    seed: Seed = 0,
+) -> None:
     """Raises an ``AssertionError`` for the first law that does not hold.
 
-    It tells the smallest case in words, and as code to paste. ``how`` is the rest of ``judge``.
+    It tells the smallest case in words, and as code to paste. The arguments are those of
+    ``run_laws``.
 
-    >>> from purestep.testing import Specification
-    >>> check(Specification(), ["T1", "T2", "T3"], cases=10)
+    >>> from purestep.testing import ReferenceTrainer
+    >>> check(ReferenceTrainer(), ["T1", "T2", "T3"], cases=10)
     """
     for name in laws:
-        (verdict,) = judge(trainer, [name], **how)
+        (verdict,) = run_laws(trainer, [name], cases=cases, shrink=shrink, seed=seed)
         if verdict.case is not None:
             raise AssertionError(report(verdict))
 
 
-def laws(
-    make: Callable[[], Trainer], laws: Names = LAWS, **how: Any
+def law_tests(
+    make: Callable[[], Trainer],
+    laws: Names = LAWS,
+    *,
+    cases: int = 100,
+    shrink: int = 200,
+    seed: Seed = 0,
 ) -> Callable[[str], None]:
-    """A test for pytest, once for each law: ``test_my_trainer = ps.testing.laws(make_trainer)``.
+    """Makes a test for pytest of each law: ``test_my_trainer =
+    ps.testing.law_tests(make_trainer)``.
 
-    A law that asks for more than the trainer's abilities is skipped, with the reason. ``how`` is
-    the rest of ``judge``.
+    A law that asks for more than the trainer's capabilities is skipped, with the reason. The
+    arguments but ``make``, which makes a trainer, are those of ``run_laws``.
     """
     import pytest
 
-    @pytest.mark.parametrize(
-        "law", [*laws], ids=[f"{name}_{_law(name).title}" for name in laws]
-    )
+    names = list(laws)
+    ids = [f"{name}_{_find_law(name).title}" for name in names]
+
+    @pytest.mark.parametrize("law", names, ids=ids)
     def test(law: str) -> None:
         trainer = make()
-        if missing := LAWS[law].missing(trainer):
-            pytest.skip(f"not asked: {missing}")
-        check(trainer, [law], **how)
+        obstacle = LAWS[law].find_obstacle(trainer)
+        if obstacle:
+            pytest.skip(f"not asked: {obstacle}")
+        check(trainer, [law], cases=cases, shrink=shrink, seed=seed)
 
     return test
 
 
-def _verdict(
-    trainer: Trainer, law: TrainerLaw, cases: int, shrink: int, seed: int
-) -> Verdict:
-    if isinstance(trainer, type) or not hasattr(trainer, "abilities"):
-        raise TypeError(
-            f"{trainer!r} is no trainer: make one by ps.testing.loop(update) of a loop, by "
-            "ps.testing.PureTrainer(make, abilities) of a pure step, or by calling the class"
-        )
-    dtypes = (
-        [torch.float64, torch.float32] if trainer.abilities.sgd else [torch.float64]
-    )
-    if (dtype := trainer.abilities.dtype) not in dtypes:
-        raise ValueError(
-            f"{dtype} rounds so much that errors could hide in it: judge in {dtypes}"
-        )
-    if missing := law.missing(trainer):
-        return Verdict(law, "not asked", why=missing)
-    most = -(-cases // len(law.parts))
-    found = {
-        part: _of_part(trainer, law, part, most, shrink, seed) for part in law.parts
-    }
-    worst = max(found.values(), key=lambda verdict: SEVERITY.index(verdict.finding))
-    counts = [verdict.coverage for verdict in found.values()]
-    coverage = {
-        at: sum((count[at] for count in counts), Counter()) for at in worst.coverage
-    }
-    cases, bits = (
-        sum(getattr(v, at) for v in found.values()) for at in ("cases", "to_the_bit")
-    )
-    parts = found if len(found) > 1 else {}
-    return worst._replace(cases=cases, to_the_bit=bits, parts=parts, coverage=coverage)
+class _Refusal(NamedTuple):
+    """Holds a case in which a trainer raised an exception, and its cause."""
+
+    case: Case
+    reason: str
+
+    def size(self) -> int:
+        """Measures the case by its program."""
+        return len(self.case.reproducer())
 
 
-def _of_part(
-    trainer: Trainer, law: TrainerLaw, part: str, cases: int, shrink: int, seed: int
-) -> Verdict:
-    tried: list[dict[str, Any]] = []
-    held: list[bool] = []
-    refused: list[tuple[Case, str]] = []
-    wrong: list[Any] = []
+class _Budget(NamedTuple):
+    """Limits how many cases are drawn, and how many simpler ones, from a seed."""
 
-    def claim(case: Case) -> None:
-        tried.extend([] if wrong else [case.coverage()])
-        try:
-            held.append(law.claim(trainer, case))
-        except RefusalError as refusal:
-            refused.append((case, str(refusal)))
-        except AssertionError as error:
-            wrong.append(error)
-            raise
-
-    broken: Any = counterexample(
-        lambda draw: law.cases(draw, trainer, part),
-        claim,
-        cases,
-        shrink,
-        (law.name, part, seed),
-    )
-    counts = {at: Counter(each[at] for each in tried) for at in (tried or [{}])[0]}
-    verdict = Verdict(law, "holds", len(held), sum(held), coverage=counts)
-    if broken:
-        about = {"case": broken.case, "why": broken.what, "size": broken.size}
-        return verdict._replace(finding="wrong", **about)
-    case, why = min(refused, key=lambda each: len(each[0].code()), default=(None, ""))
-    return verdict._replace(finding="refuses", case=case, why=why) if case else verdict
+    cases: int
+    shrink: int
+    seed: int
 
 
-def _law(name: str) -> TrainerLaw:
+def _find_law(name: str) -> TrainerLaw:
     if name not in LAWS:
         raise ValueError(f"there is no law {name!r}: they are {', '.join(LAWS)}")
     return LAWS[name]
 
 
+def _judge_law(trainer: Trainer, law: TrainerLaw, budget: _Budget) -> Verdict:
+    """Judges all parts of a law; its verdict is the worst of theirs."""
+    _check_trainer(trainer)
+    obstacle = law.find_obstacle(trainer)
+    if obstacle:
+        return Verdict(law, "not asked", reason=obstacle)
+    if len(law.parts) == 1:
+        return _judge_part(trainer, law, law.parts[0], budget)
+    per_part = math.ceil(budget.cases / len(law.parts))
+    part_budget = budget._replace(cases=per_part)
+    verdicts = {}
+    for part in law.parts:
+        verdicts[part] = _judge_part(trainer, law, part, part_budget)
+    return _join_verdicts(verdicts)
+
+
+def _join_verdicts(verdicts: Mapping[str, Verdict]) -> Verdict:
+    """Joins the verdicts of a law's parts: the worst, with the cases of all."""
+    worst = max(verdicts.values(), key=_severity)
+    cases = 0
+    exact = 0
+    coverage: dict[str, Counter[Any]] = defaultdict(Counter)
+    for verdict in verdicts.values():
+        cases += verdict.cases
+        exact += verdict.num_bitwise
+        for what, counts in verdict.coverage.items():
+            coverage[what] += counts
+    return worst._replace(
+        cases=cases,
+        num_bitwise=exact,
+        parts=verdicts,
+        coverage=dict(coverage),
+    )
+
+
+def _severity(verdict: Verdict) -> int:
+    return SEVERITY.index(verdict.status)
+
+
+def _check_trainer(trainer: Any) -> None:
+    if isinstance(trainer, type) or not hasattr(trainer, "capabilities"):
+        raise TypeError(
+            f"{trainer!r} is no trainer: make one by ps.testing.loop(update) of a loop, by "
+            "ps.testing.PureTrainer(make, capabilities) of a pure step, or by calling the class"
+        )
+    dtypes = [torch.float64]
+    if trainer.capabilities.plain_sgd:
+        dtypes.append(torch.float32)
+    dtype = trainer.capabilities.dtype
+    if dtype not in dtypes:
+        raise ValueError(
+            f"{dtype} rounds so much that errors could hide in it: judge in {dtypes}"
+        )
+
+
+def _judge_part(
+    trainer: Trainer, law: TrainerLaw, part: str, budget: _Budget
+) -> Verdict:
+    """Draws cases of one part of a law until one is wrong."""
+    coverage: dict[str, Counter[Any]] = defaultdict(Counter)
+    exact: list[bool] = []
+    refused: list[_Refusal] = []
+    is_shrinking = False
+
+    def claim(case: Case) -> None:
+        nonlocal is_shrinking
+        if not is_shrinking:
+            for what, number in case.coverage().items():
+                coverage[what][number] += 1
+        try:
+            exact.append(law.claim(trainer, case))
+        except RefusalError as refusal:
+            refused.append(_Refusal(case, str(refusal)))
+        except AssertionError:
+            # From the first wrong case on, others are drawn to find a smaller one.
+            is_shrinking = True
+            raise
+
+    error = counterexample(
+        lambda draw: law.draw_case(draw, trainer, part),
+        claim,
+        budget.cases,
+        budget.shrink,
+        (law.name, part, budget.seed),
+    )
+    verdict = Verdict(
+        law,
+        "holds",
+        cases=len(exact),
+        num_bitwise=sum(exact),
+        coverage=dict(coverage),
+    )
+    if isinstance(error, DisagreementError):
+        return verdict._replace(
+            status="wrong",
+            case=error.case,
+            reason=error.what,
+            size=error.size,
+        )
+    if error is not None:
+        raise error
+    if refused:
+        smallest = min(refused, key=_Refusal.size)
+        return verdict._replace(
+            status="refuses",
+            case=smallest.case,
+            reason=smallest.reason,
+        )
+    return verdict
+
+
 def report(verdict: Verdict) -> str:
-    """The smallest case in which a law does not hold, in words and as code."""
+    """Tells the smallest case in which a law does not hold, in words and as code."""
     assert verdict.case is not None
-    how = "does not hold" if verdict.finding == "wrong" else "is refused"
-    title = ", ".join(filter(None, (verdict.law.title, verdict.case.part)))
+    failure = "does not hold" if verdict.status == "wrong" else "is refused"
+    title = verdict.law.title
+    if verdict.case.part:
+        title = f"{title}, {verdict.case.part}"
     return (
-        f"{verdict.law.name} ({title}) {how}. {verdict.law.statement}\n\n"
-        f"  {verdict.why}\n\n  The smallest case found: {verdict.case.words()}.\n\n"
-        f"  To see it with a trainer of yours:\n\n{verdict.case.code()}\n"
+        f"{verdict.law.name} ({title}) {failure}. {verdict.law.statement}\n\n"
+        f"  {verdict.reason}\n\n"
+        f"  The smallest case found: {verdict.case.describe()}.\n\n"
+        f"  To see it with a trainer of yours:\n\n"
+        f"{verdict.case.reproducer()}\n"
     )

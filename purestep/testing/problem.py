@@ -1,4 +1,4 @@
-"""What a trainer has to learn: a model, the loss of each token, and the numbers of plain SGD."""
+"""Describes what a trainer learns: a model, the loss of each token, and numbers of plain SGD."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 Batch: TypeAlias = dict[str, Tensor]
 Params: TypeAlias = dict[str, Tensor]
@@ -14,7 +15,7 @@ Params: TypeAlias = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of problem.
+    """Describes how losses and weights follow from a batch.
 
     Args:
         name: in words.
@@ -39,7 +40,7 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A model to start from, and how it is to be trained: by plain SGD.
+    """Describes a model to start from, and its training by plain SGD.
 
         g = ∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ + weight_decay · θ
         m = momentum · m + g
@@ -55,29 +56,33 @@ class Problem:
     weight_decay: float = 0.0
 
     def module(self) -> nn.Module:
-        """The model, new."""
+        """Returns a new copy of the model."""
         return copy.deepcopy(self.model)
 
     def params(self) -> Params:
-        """Its parameters by name, new."""
+        """Returns new copies of the model's parameters, by name."""
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """``torch.optim.SGD`` with the problem's numbers."""
-        params, rate, decay = module.parameters(), self.learning_rate, self.weight_decay
-        return torch.optim.SGD(params, rate, self.momentum, weight_decay=decay)
+        """Makes a ``torch.optim.SGD`` with the problem's numbers."""
+        return torch.optim.SGD(
+            module.parameters(),
+            lr=self.learning_rate,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+        )
 
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """Each token's loss, as the model has it now."""
+        """Returns each token's loss, as the model has it now."""
         return self.task.losses(model, batch)
 
     def weights(self, batch: Batch) -> Tensor:
-        """Each token's weight."""
+        """Returns each token's weight."""
         return self.task.weights(batch)
 
 
 class Linear(nn.Module):
-    """x · weight + bias for each token; in training with dropout of elements of x."""
+    """Computes x · weight + bias for each token; in training with dropout of elements of x."""
 
     def __init__(
         self,
@@ -92,63 +97,83 @@ class Linear(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """x is ``(rows, length, features)``, the predictions ``(rows, length)``."""
-        return (
-            nn.functional.dropout(x, self.dropout, self.training) @ self.weight
-            + self.bias
-        )
+        """Maps ``(rows, length, features)`` to predictions of shape ``(rows, length)``."""
+        x = functional.dropout(x, self.dropout, self.training)
+        return x @ self.weight + self.bias
 
     def __repr__(self) -> str:
-        dropout = f", dropout={self.dropout}" if self.dropout else ""
-        weight, bias = self.weight.tolist(), self.bias.item()
-        return f"ps.testing.Linear({weight}, {bias}, {self.weight.dtype}{dropout})"
+        args = [
+            str(self.weight.tolist()),
+            str(self.bias.item()),
+            str(self.weight.dtype),
+        ]
+        if self.dropout:
+            args.append(f"dropout={self.dropout}")
+        return f"ps.testing.Linear({', '.join(args)})"
 
 
 def squared_errors(model: Callable[..., Any], batch: Batch) -> Tensor:
-    """(model(x) - y)² for each token."""
+    """Returns (model(x) - y)² for each token."""
     predictions: Tensor = model(batch["x"])
     return (predictions - batch["y"]).square()
 
 
-def given_weights(batch: Batch) -> Tensor:
-    """The weights stand in the batch."""
+def weights_in_batch(batch: Batch) -> Tensor:
+    """Returns the weights that stand in the batch."""
     return batch["w"]
 
 
-NOTHING = {"x": 1, "y": 3, "w": 0, "key": 0}
-REGRESSION = Task("regression", squared_errors, given_weights, NOTHING, roundings=32)
+REGRESSION = Task(
+    "regression",
+    squared_errors,
+    weights_in_batch,
+    # Not zero for data: padding that counts for something has to show.
+    ignored={"x": 1, "y": 3, "w": 0, "key": 0},
+    roundings=32,
+)
 """``Linear`` by its squared errors. A batch has ``x`` of shape (rows, length, 2), and ``y`` and
 ``w``, the weights, of shape (rows, length); for dropout, ``key``, the number of each row."""
 
 
 def causal_lm(model: nn.Module) -> Task:
-    """Next tokens, for a model of transformers: ``model(input_ids=, attention_mask=).logits``.
+    """Makes a task of next tokens, for ``model(input_ids=, attention_mask=).logits``.
 
-    A batch has ``input_ids``, ``attention_mask`` and ``labels``, all of shape (rows, length).
-    Labels are -100 where nothing counts, and the logits of one place are about the label of the
-    next.
+    That is how transformers call a model. A batch has ``input_ids``, ``attention_mask`` and
+    ``labels``, all of shape (rows, length). Labels are -100 where nothing counts, and the logits of
+    one position are about the label of the next.
     """
-
     # Each dimension is summed once forward and twice backward; the rest takes a few for each leaf.
-    shapes = [p.shape for p in model.parameters()]
-    roundings = sum(3 * sum(shape) + 16 for shape in shapes)
-    ignored = {"input_ids": 0, "attention_mask": 0, "labels": -100, "key": 0}
-    embeddings: Any = model.get_submodule("")
-    vocabulary = int(embeddings.get_input_embeddings().weight.shape[0])
+    roundings = [3 * sum(p.shape) + 16 for p in model.parameters()]
+    transformer: Any = model
+    embeddings = transformer.get_input_embeddings()
     return Task(
-        "next tokens", _next_tokens, _counted, ignored, roundings, model, vocabulary
+        "next tokens",
+        next_token_losses,
+        count_labels,
+        ignored={"input_ids": 0, "attention_mask": 0, "labels": -100, "key": 0},
+        roundings=sum(roundings),
+        model=model,
+        vocabulary=int(embeddings.weight.shape[0]),
     )
 
 
-def _next_tokens(model: Callable[..., Any], batch: Batch) -> Tensor:
-    logits = model(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-    ).logits
-    each = nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none"
+def next_token_losses(model: Callable[..., Any], batch: Batch) -> Tensor:
+    """Returns the cross entropy of each label, and zero for the first of each row."""
+    output = model(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
     )
-    return nn.functional.pad(each.view(len(logits), -1), (1, 0))
+    predicted = output.logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    losses = functional.cross_entropy(
+        predicted.flatten(0, 1),
+        labels.flatten(),
+        reduction="none",
+    )
+    return functional.pad(losses.view_as(labels), (1, 0))
 
 
-def _counted(batch: Batch) -> Tensor:
-    return nn.functional.pad(batch["labels"][:, 1:] != -100, (1, 0))
+def count_labels(batch: Batch) -> Tensor:
+    """Weighs each label 1, an ignored one and the first of each row 0."""
+    counted = batch["labels"][:, 1:] != -100
+    return functional.pad(counted, (1, 0))

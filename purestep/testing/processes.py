@@ -1,4 +1,4 @@
-"""Real ranks: processes of one gloo group, which run the functions that they are sent."""
+"""Runs functions on real ranks: processes of one gloo group."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ IMPORTED = ["torch._dynamo", "torch.distributed.tensor.debug", "pytest"]
 
 
 class DeadRankError(RuntimeError):
-    """The process has ended, with this exit code, instead of answering."""
+    """Reports a process that has ended, with this exit code, instead of answering."""
 
 
 class World:
-    """``size`` processes, for as long as the context lasts; none outlives it.
+    """Keeps ``size`` processes for as long as the context lasts; none outlives it.
 
     Results are pickled, exceptions like any other.
 
@@ -39,7 +39,9 @@ class World:
     def __init__(
         self, size: int, timeout: float = 60.0, *, strict: bool = True
     ) -> None:
-        self.size, self.timeout, self.strict = size, timeout, strict
+        self.size = size
+        self.timeout = timeout
+        self.strict = strict
 
     def __enter__(self) -> World:
         self.start()
@@ -54,50 +56,63 @@ class World:
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
+        store = f"{self._folder.name}/store"
         for rank in range(self.size):
             ours, theirs = CONTEXT.Pipe()
-            place = rank, self.size, f"{self._folder.name}/store", theirs, self.strict
-            process = CONTEXT.Process(target=_serve, args=place, daemon=True)
+            process = CONTEXT.Process(
+                target=_serve,
+                args=(rank, self.size, store, theirs, self.strict),
+                daemon=True,
+            )
             process.start()
-            theirs.close()  # It is the process's own now, and ends with it.
+            # Only the process holds that end now: when it ends, we read an EOFError.
+            theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
-        """What ``function(rank, *args of this rank)`` returns or raises, or ``DeadRankError``.
+        """Calls ``function(rank, *args of this rank)`` on every rank.
 
-        A rank that raises ends, as a program would. The next run starts afresh.
+        Returns what each call returns or raises, or ``DeadRankError``. A rank that raises ends, as
+        a program would. The next run starts afresh.
         """
-        columns: list[Any] = list(zip(*args, strict=True)) if args else [()] * self.size
+        rank_args: list[Any] = [()] * self.size
+        if args:
+            rank_args = list(zip(*args, strict=True))
         if not all(process.is_alive() for process in self._processes):
             self.stop()
             self.start()
-        for connection, column in zip(self._connections, columns, strict=True):
-            connection.send_bytes(pickle.dumps((function, column)))
-        until = time.monotonic() + self.timeout
+        for connection, call_args in zip(self._connections, rank_args, strict=True):
+            connection.send_bytes(pickle.dumps((function, call_args)))
+        deadline = time.monotonic() + self.timeout
         results: list[Any] = []
         for rank, connection in enumerate(self._connections):
-            if not connection.poll(max(0.0, until - time.monotonic())):
-                results += [
-                    self._answer(r) for r, c in enumerate(self._connections) if c.poll()
-                ]
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                results += self._receive_available()
                 self.stop()
                 raise TimeoutError(
                     f"rank {rank} is silent after {self.timeout} s; said: {results}"
                 )
-            results.append(self._answer(rank))
+            results.append(self._receive(rank))
         return results
 
-    def _answer(self, rank: int) -> Any:
+    def _receive_available(self) -> list[Any]:
+        return [
+            self._receive(rank)
+            for rank, connection in enumerate(self._connections)
+            if connection.poll()
+        ]
+
+    def _receive(self, rank: int) -> Any:
         process = self._processes[rank]
         try:
-            answer = pickle.loads(self._connections[rank].recv_bytes())
+            result = pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, ConnectionError):
             process.join(self.timeout)
             return DeadRankError(process.exitcode)
-        if isinstance(answer, Exception):
+        if isinstance(result, Exception):
             process.join(self.timeout)
-        return answer
+        return result
 
     def stop(self) -> None:
         """Ends the processes."""
@@ -111,9 +126,11 @@ class World:
 
 
 def values(results: Sequence[Any]) -> list[Any]:
-    """The results of ranks of which none may have failed."""
+    """Returns the results of ranks, and raises if one has failed."""
     failed = {
-        at: each for at, each in enumerate(results) if isinstance(each, BaseException)
+        rank: result
+        for rank, result in enumerate(results)
+        if isinstance(result, BaseException)
     }
     for error in failed.values():
         raise AssertionError(f"ranks failed: {failed}") from error
@@ -123,26 +140,32 @@ def values(results: Sequence[Any]) -> list[Any]:
 def _serve(
     rank: int, size: int, store: str, connection: Connection, strict: bool
 ) -> None:
+    """Calls the functions that a process is sent, until one raises."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
     )
     while True:
         function, args = pickle.loads(connection.recv_bytes())
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error" if strict else "default")
-                # Of torch itself, as in pyproject.toml.
-                warnings.filterwarnings("ignore", "`torch.jit.script")
-                warnings.filterwarnings(
-                    "ignore", "Guards may run slower on Python 3.13.0"
-                )
-                answer = function(rank, *args)
+                _filter_warnings(strict)
+                result = function(rank, *args)
         except Exception as error:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             connection.send_bytes(_pickle_error(error))
             os._exit(1)
-        connection.send_bytes(pickle.dumps(answer))
+        connection.send_bytes(pickle.dumps(result))
+
+
+def _filter_warnings(strict: bool) -> None:
+    warnings.simplefilter("error" if strict else "default")
+    # Of torch itself, as in pyproject.toml.
+    warnings.filterwarnings("ignore", "`torch.jit.script")
+    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")
 
 
 def _pickle_error(error: Exception) -> bytes:
@@ -150,4 +173,5 @@ def _pickle_error(error: Exception) -> bytes:
         return pickle.dumps(error)
     except (TypeError, AttributeError, pickle.PicklingError):
         # Errors of torch 2.11's compiler hold what it traced: "cannot pickle 'cell' object".
-        return pickle.dumps(RuntimeError("\n".join([str(error), *error.__notes__])))
+        text = "\n".join([str(error), *error.__notes__])
+        return pickle.dumps(RuntimeError(text))

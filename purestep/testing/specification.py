@@ -1,4 +1,4 @@
-"""The specification, as a trainer: the equation on one big batch, in ten plain lines."""
+"""Defines the specification, as a trainer: the equation on one big batch, in ten plain lines."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from purestep.testing.problem import Batch, Params, Problem
-from purestep.testing.trainer import Abilities, Group, Observation
+from purestep.testing.trainer import Capabilities, Group, Observation
 
 
 def spec(
@@ -17,49 +17,61 @@ def spec(
     opt_state: Any,
     batch: Any,
 ) -> Any:
-    """One step on a batch with the weights ``batch["w"]``: ``(params, opt_state), grads, loss``."""
+    """Steps on a batch with the weights ``batch["w"]``.
+
+    Returns ``(params, opt_state), grads, loss``.
+    """
     weights = batch["w"].to(torch.float64)
     num_tokens = weights.sum()
 
-    def loss_of(params: Any) -> Any:
+    def mean_loss(params: Any) -> Any:
         return (weights * loss_fn(params, batch)).sum() / num_tokens
 
-    grads = torch.func.grad(loss_of)(params)
-    return update(grads, opt_state, params), grads, loss_of(params)
+    grads = torch.func.grad(mean_loss)(params)
+    loss = mean_loss(params)
+    return update(grads, opt_state, params), grads, loss
 
 
-class Specification:
-    """The trainer that is right: all microbatches of all ranks are one batch, in float64."""
+class ReferenceTrainer:
+    """Trains by the equation: all microbatches of all ranks are one batch, in float64."""
 
-    abilities = Abilities(ranks=64)
+    capabilities = Capabilities(ranks=64)
 
     def start(self, problem: Problem, ranks: int) -> None:
         """Begins anew."""
-        self.problem, self._module = problem, problem.module().to(torch.float64).eval()
-        self.params = {
-            name: p.to(torch.float64) for name, p in problem.params().items()
-        }
-        self._moments: Params = {
-            name: torch.zeros_like(p) for name, p in self.params.items()
-        }
+        self.problem = problem
+        self._module = problem.module().double().eval()
+        self.params: Params = {}
+        self._moments: Params = {}
+        for name, p in problem.params().items():
+            wide = p.double()
+            self.params[name] = wide
+            self._moments[name] = torch.zeros_like(wide)
         self._reported: dict[str, Any] = {}
 
     def update(self, group: Group) -> None:
-        """θ, m ← SGD(∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ, m, θ), where there is a token at all."""
-        batch = together([part for share in group for part in share])
-        if batch is None or not self.problem.weights(batch).any():
-            self._reported = {"loss": 0.0, "num_tokens": 0.0}
+        """Computes θ, m ← SGD(∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ, m, θ), if there is a token at all."""
+        self._reported = {"loss": 0.0, "num_tokens": 0.0}
+        batch = join_group(group)
+        if batch is None:
             return
-        weighted = {**batch, "w": self.problem.weights(batch)}
-        after = spec(self._losses, self._sgd, self.params, self._moments, weighted)
-        (self.params, self._moments), grads, loss = after
-        norm = (
-            torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
+        weights = self.problem.weights(batch)
+        if not weights.any():
+            return
+        new_state, grads, loss = spec(
+            self._losses,
+            self._sgd,
+            self.params,
+            self._moments,
+            {**batch, "w": weights},
         )
+        self.params, self._moments = new_state
+        squares = [grad.square().sum() for grad in grads.values()]
+        grad_norm = torch.stack(squares).sum().sqrt()
         self._reported = {
             "loss": loss,
-            "grad_norm": norm,
-            "num_tokens": weighted["w"].sum(),
+            "grad_norm": grad_norm,
+            "num_tokens": weights.sum(),
         }
 
     def _losses(self, params: Params, batch: Batch) -> Tensor:
@@ -71,41 +83,59 @@ class Specification:
     def _sgd(
         self, grads: Params, moments: Params, params: Params
     ) -> tuple[Params, Params]:
-        rate, momentum = self.problem.learning_rate, self.problem.momentum
-        grads = {
-            name: grads[name] + self.problem.weight_decay * p
-            for name, p in params.items()
-        }
-        moments = {
-            name: momentum * moments[name] + grad for name, grad in grads.items()
-        }
-        return {name: p - rate * moments[name] for name, p in params.items()}, moments
+        problem = self.problem
+        new_params = {}
+        new_moments = {}
+        for name, p in params.items():
+            grad = grads[name] + problem.weight_decay * p
+            moment = problem.momentum * moments[name] + grad
+            new_moments[name] = moment
+            new_params[name] = p - problem.learning_rate * moment
+        return new_params, new_moments
 
     def observe(self) -> Sequence[Observation]:
-        """The parameters, and the true loss, norm and count."""
+        """Returns the parameters, and the true loss, norm and count."""
         return [Observation(self.params, **self._reported)]
 
     def evaluate(self, group: Group) -> float:
-        """Σ wᵢ ℓᵢ / Σ wᵢ."""
-        batch: Any = together([part for share in group for part in share])
-        weights = self.problem.weights(batch).to(torch.float64)
-        return float((weights * self._losses(self.params, batch)).sum() / weights.sum())
+        """Returns Σ wᵢ ℓᵢ / Σ wᵢ."""
+        batch = join_group(group)
+        assert batch is not None
+        weights = self.problem.weights(batch).double()
+        losses = self._losses(self.params, batch)
+        mean = (weights * losses).sum() / weights.sum()
+        return float(mean)
 
 
-def together(parts: Sequence[Batch]) -> Batch | None:
-    """All rows as one batch; shorter ones are padded with zeros, labels with -100."""
-    if not parts:
+def join_group(group: Group) -> Batch | None:
+    """Joins the microbatches of all ranks into one batch; None if there are none."""
+    return join_batches([batch for share in group for batch in share])
+
+
+def join_batches(batches: Sequence[Batch]) -> Batch | None:
+    """Joins all rows; shorter ones are padded with zeros, labels with -100."""
+    if not batches:
         return None
-    keys = parts[0]
-    longest = max(
-        part[key].shape[1] for part in parts for key in keys if part[key].ndim > 1
-    )
+    length = max(_row_length(batch) for batch in batches)
+    joined = {}
+    for key in batches[0]:
+        fill = -100 if key == "labels" else 0
+        padded = [_pad_rows(batch[key], length, fill) for batch in batches]
+        x = torch.cat(padded)
+        if x.is_floating_point():
+            x = x.double()
+        joined[key] = x
+    return joined
 
-    def filled(key: str, x: Tensor) -> Tensor:
-        if x.ndim == 1:
-            return x
-        more = [0, 0] * (x.ndim - 2) + [0, longest - x.shape[1]]
-        return torch.nn.functional.pad(x, more, value=-100 if key == "labels" else 0)
 
-    wide = {key: torch.cat([filled(key, part[key]) for part in parts]) for key in keys}
-    return {key: x.double() if x.is_floating_point() else x for key, x in wide.items()}
+def _row_length(batch: Batch) -> int:
+    return max(x.shape[1] for x in batch.values() if x.ndim > 1)
+
+
+def _pad_rows(x: Tensor, length: int, fill: int) -> Tensor:
+    if x.ndim == 1:  # Such as "key": one number for each row.
+        return x
+    num_rows, old_length, *features = x.shape
+    missing = length - old_length
+    padding = x.new_full((num_rows, missing, *features), fill)
+    return torch.cat([x, padding], 1)

@@ -1,11 +1,12 @@
-"""A world of ranks in one process: threads that meet in their collectives."""
+"""Runs ranks as threads of one process, which meet in their collectives."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,21 +14,24 @@ from torch import Tensor
 from purestep.axis.base import RankError
 from purestep.axis.primitives import COLLECTIVES
 from purestep.axis.process import BUCKET_BYTES, ProcessAxis, Wait
-from purestep.torch_private import never_compiled_alone, transformed
+from purestep.torch_private import has_transforms, skip_compilation
+
+_Group: TypeAlias = tuple[int, ...]
+"""Ranks of the world that meet, in the order of their ranks on the axis."""
 
 
 class ThreadAxis(ProcessAxis):
-    """``size`` ranks as threads of this process: each runs its own program, as processes would.
+    """Runs ``size`` ranks as threads of this process, each with its own program, as processes.
 
     For tests of what ``VmapAxis`` cannot run: ranks with different numbers of microbatches, and
-    ranks that go wrong. They meet in their collectives. Where one calls another
-    collective, or another shape or dtype, or has ended, there is no hang: every rank that takes
-    part gets an error at once, which names ranks and calls.
+    ranks that go wrong. They meet in their collectives. Where one calls another collective, or
+    another shape or dtype, or has ended, there is no hang: every rank that takes part gets an error
+    at once, which names ranks and calls.
 
     As between processes, the first collective of each rank over an axis belongs to the first of the
-    others, and so on. Gradients leave while others still compute. Several
-    threads may map over one axis. (Forward-mode differentiation belongs to the whole process in
-    torch: ``jvp`` is for ``VmapAxis`` and ``MeshAxis``.)
+    others, and so on. Gradients leave while others still compute. Several threads may map over one
+    axis. (Forward-mode differentiation belongs to the whole process in torch: ``jvp`` is for
+    ``VmapAxis`` and ``MeshAxis``.)
 
     Args:
         size: how many ranks.
@@ -49,174 +53,201 @@ class ThreadAxis(ProcessAxis):
         super().__init__(bucket_bytes)
         self.size = size
         self._world = _World(size)
-        self._groups = [tuple(range(size))] * size
+        world_group: _Group = tuple(range(size))
+        self._groups = [world_group] * size
         self._name = f"ThreadAxis({size})"
 
     @property
-    def where(self) -> ThreadAxis:
-        """The threads meet in the axis itself."""
+    def process_group(self) -> ThreadAxis:
+        """Returns the axis itself, in which the threads meet."""
         return self
 
     @property
-    def meetings(self) -> int:
-        """How many collectives over this axis the calling rank has begun."""
-        run, rank = self._world.here(self)
-        return run.begun(rank, (self._name, self._groups[rank]))
+    def num_collectives(self) -> int:
+        """Counts the collectives over this axis that the calling rank has begun."""
+        run, rank = self._world.current(self)
+        group = self._groups[rank]
+        return run.count_begun(rank, (self._name, group))
 
     @property
     def rank(self) -> int:
-        """Which of the axis's ranks the calling thread is."""
-        _, rank = self._world.here(self)
+        """Numbers the calling thread among the axis's ranks."""
+        _, rank = self._world.current(self)
         return self._groups[rank].index(rank)
 
     @property
     def global_ranks(self) -> frozenset[int]:
-        """The threads that it joins, by their ranks in the world."""
-        _, rank = self._world.here(self)
+        """Returns the threads of the caller's group, by their ranks in the world."""
+        _, rank = self._world.current(self)
         return frozenset(self._groups[rank])
 
     def split(self, *sizes: int) -> tuple[ThreadAxis, ...]:
-        """The ranks as a mesh of these sizes: one axis for each dimension, which meets along it.
+        """Arranges the ranks as a mesh of these sizes, with one axis for each dimension.
 
         >>> world = ThreadAxis(4)
         >>> dp, tp = world.split(2, 2)
         >>> world.map(lambda x: dp.apply("psum", x))([torch.tensor(10**rank) for rank in range(4)])
         [tensor(101), tensor(1010), tensor(101), tensor(1010)]
         """
-        ranks = torch.arange(self.size)
-        if ranks.numel() != torch.Size(sizes).numel() or min(sizes, default=0) < 1:
+        is_mesh = min(sizes, default=0) > 0 and math.prod(sizes) == self.size
+        if not is_mesh:
             raise ValueError(
                 f"{self}.split{sizes}: the sizes must multiply to {self.size}"
             )
-        grid, parts = ranks.view(sizes), []
+        mesh = torch.arange(self.size).view(sizes)
+        axes = []
         for dim, size in enumerate(sizes):
-            lines = [
-                tuple(line) for line in grid.movedim(dim, -1).reshape(-1, size).tolist()
-            ]
-            groups = [
-                next(line for line in lines if rank in line)
-                for rank in range(self.size)
-            ]
-            parts.append(self._part(groups, f"{self}.split{sizes}[{dim}]"))
-        return tuple(parts)
+            lines = mesh.movedim(dim, -1).reshape(-1, size)
+            groups: list[_Group] = [()] * self.size
+            for line in lines.tolist():
+                for rank in line:
+                    groups[rank] = tuple(line)
+            name = f"{self}.split{sizes}[{dim}]"
+            axes.append(self._subaxis(groups, name))
+        return tuple(axes)
 
-    def _part(self, groups: list[tuple[int, ...]], name: str) -> ThreadAxis:
-        """The axis that joins each thread of the world with its group."""
-        axis = ThreadAxis(len(groups[0]), bucket_bytes=self.bucket_bytes)
-        axis._world, axis._groups, axis._name = self._world, groups, name
+    def _subaxis(self, groups: list[_Group], name: str) -> ThreadAxis:
+        """Makes an axis over each thread's group of this world."""
+        size = len(groups[0])
+        axis = ThreadAxis(size, bucket_bytes=self.bucket_bytes)
+        axis._world = self._world
+        axis._groups = groups
+        axis._name = name
         return axis
 
     def map(self, fn: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """``fn`` run by every rank: each argument has one entry per rank, and so has the result.
+        """Runs ``fn`` on every rank: arguments and the result have one entry per rank.
 
         An exception in one rank is raised here, with the rank in its notes. Ranks that waited for
         it get a ``RankError``, which is raised only where there is nothing else.
         """
 
         def mapped(*args: Sequence[Any]) -> list[Any]:
-            if self._name != f"ThreadAxis({self._world.size})":
-                raise ValueError(
-                    f"{self} is a part of a world: map over the axis that was split"
-                )
-            if transformed() or self._world.is_running:
-                raise RuntimeError(
-                    f"{self}.map starts threads, which no transform and no other map reaches into: "
-                    "transform inside fn, or take VmapAxis"
-                )
-            for position, arg in enumerate(args):
-                if len(arg) != self.size:
-                    raise ValueError(
-                        f"argument {position} has {len(arg)} entries, but {self} takes one for "
-                        "each rank"
-                    )
-            return self._world.run(
-                fn, list(zip(*args, strict=True)) or [()] * self.size
-            )
+            self._check_can_map(args)
+            rank_args: list[Any] = [()] * self.size
+            if args:
+                rank_args = list(zip(*args, strict=True))
+            return self._world.run(fn, rank_args)
 
         return mapped
 
-    def meet(self, law: str, x: Tensor) -> Tensor:
-        """The law on a plain tensor of each rank: the arithmetic of a dimension of ranks."""
-        return x.view_as(x) if law == "pvary" else self._begin(law, x.detach())()
+    def _check_can_map(self, args: Sequence[Sequence[Any]]) -> None:
+        if self._name != f"ThreadAxis({self._world.size})":
+            raise ValueError(
+                f"{self} is a part of a world: map over the axis that was split"
+            )
+        if has_transforms() or self._world.is_running:
+            raise RuntimeError(
+                f"{self}.map starts threads, which no transform and no other map reaches into: "
+                "transform inside fn, or take VmapAxis"
+            )
+        for position, arg in enumerate(args):
+            if len(arg) != self.size:
+                raise ValueError(
+                    f"argument {position} has {len(arg)} entries, but {self} takes one for each "
+                    "rank"
+                )
 
-    def launch(self, x: Tensor, law: str = "psum") -> Wait:
-        """Hands over what ``x`` holds now; it holds psum when that has been waited for."""
-        result = self._begin(law, x.clone())
-        return (lambda: x.copy_(result())) if law == "psum" else result
+    def run(self, op: str, x: Tensor) -> Tensor:
+        """Computes a collective of a plain tensor of each rank, as over a dimension of ranks."""
+        if op == "pvary":  # It only marks x as different on each rank.
+            return x.view_as(x)
+        wait = self._begin(op, x.detach())
+        return wait()
 
-    def across(self, inner: ProcessAxis) -> ThreadAxis:
-        """The axis over those of these ranks that stand at the same place of ``inner``."""
+    def launch(self, x: Tensor, op: str = "psum") -> Wait:
+        """Hands over a copy of ``x``, which itself holds a psum after the wait."""
+        wait = self._begin(op, x.clone())
+        if op != "psum":
+            return wait
+
+        def wait_and_copy() -> Tensor:
+            return x.copy_(wait())
+
+        return wait_and_copy
+
+    def complement(self, inner: ProcessAxis) -> ThreadAxis:
+        """Makes the axis over those of these ranks that have the same rank in ``inner``."""
         assert isinstance(inner, ThreadAxis)
-        at = [inner._groups[rank].index(rank) for rank in range(self._world.size)]
-        pairs = enumerate(self._groups)
-        groups = [
-            tuple(one for one in group if at[one] == at[rank]) for rank, group in pairs
-        ]
-        return self._part(groups, f"{self} across {inner}")
+        size = self._world.size
+        inner_ranks = [inner._groups[rank].index(rank) for rank in range(size)]
+        groups = []
+        for rank, group in enumerate(self._groups):
+            inner_rank = inner_ranks[rank]
+            same = [other for other in group if inner_ranks[other] == inner_rank]
+            groups.append(tuple(same))
+        return self._subaxis(groups, f"{self} across {inner}")
 
     def gather_object(self, value: Any) -> list[Any]:
-        """All threads' values, in order of rank."""
-        run, rank = self._world.here(self)
-        group, number = self._groups[rank], self.meetings
+        """Returns all threads' values, in order of rank."""
+        run, rank = self._world.current(self)
+        group = self._groups[rank]
+        number = self.num_collectives
         run.values[self._name, number, rank] = value
-        self.meet("psum", torch.zeros(()))
+        self.run("psum", torch.zeros(()))  # Until then all have left their values.
         return [run.values[self._name, number, other] for other in group]
 
-    def _begin(self, law: str, x: Tensor) -> Callable[[], Tensor]:
-        """Brings ``x`` to the next meeting of this axis; returns what waits for its result."""
-        run, rank = self._world.here(self)
-        call = _Call(self._name, self._groups[rank], law, x.dtype, tuple(x.shape))
-        meeting = run.bring(rank, call, x)
-        return lambda: run.wait(rank, meeting)
+    def _begin(self, op: str, x: Tensor) -> Callable[[], Tensor]:
+        """Brings ``x`` to the next collective of this axis, and returns the wait for its result."""
+        run, rank = self._world.current(self)
+        call = _Call(
+            self._name,
+            self._groups[rank],
+            op,
+            x.dtype,
+            tuple(x.shape),
+        )
+        collective = run.join(rank, call, x)
+        return lambda: run.wait(rank, collective)
 
     def __repr__(self) -> str:
         return self._name
 
 
 class _Call(NamedTuple):
-    """What a rank has called; ranks of one group meet if their calls are the same."""
+    """Describes what a rank calls; ranks of one group meet if their calls are the same."""
 
     axis: str
-    group: tuple[int, ...]
-    law: str
+    group: _Group
+    op: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.law} of {self.dtype} {self.shape} over {self.axis}"
+        return f"{self.op} of {self.dtype} {self.shape} over {self.axis}"
 
 
 class _World:
-    """Who the calling thread is: which rank, and of which run."""
+    """Starts threads as ranks, and tells each thread which rank of which run it is."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._local = threading.local()
         # A compiler would give all ranks one tensor, in whose graph the other ranks' losses stand.
-        never_compiled_alone(_together)
+        skip_compilation(_compute_results)
 
     @property
     def is_running(self) -> bool:
-        """Whether the calling thread is a rank already."""
-        return hasattr(self._local, "place")
+        """Tells whether the calling thread is a rank already."""
+        return hasattr(self._local, "run")
 
-    def here(self, axis: ThreadAxis) -> tuple[_Run, int]:
-        """The run that the calling thread takes part in, and its number there."""
-        place: tuple[_Run, int] | None = getattr(self._local, "place", None)
-        if place is None:
+    def current(self, axis: ThreadAxis) -> tuple[_Run, int]:
+        """Returns the run of the calling thread, and its rank there."""
+        if not self.is_running:
             raise RuntimeError(
                 f"{axis} has ranks only while it maps: axis.map(fn)(...)"
             )
-        return place
+        return self._local.run, self._local.rank
 
-    def run(self, fn: Callable[..., Any], args: list[tuple[Any, ...]]) -> list[Any]:
-        """``fn(*args[rank])`` in a thread for each rank."""
+    def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        """Calls ``fn(*args[rank])`` in a thread for each rank."""
         run = _Run(self.size)
         results: list[Any] = [None] * self.size
-        errors: dict[int, BaseException] = {}
+        errors: _Errors = {}
 
-        def thread(rank: int) -> None:
-            self._local.place = run, rank
+        def run_rank(rank: int) -> None:
+            self._local.run = run
+            self._local.rank = rank
             try:
                 results[rank] = fn(*args[rank])
                 end = "has returned"
@@ -225,125 +256,154 @@ class _World:
                 end = f"has raised {type(error).__name__}: {error}"
             run.end(rank, end)
 
-        ranks = range(self.size)
         threads = [
-            threading.Thread(target=thread, args=(rank,), daemon=True) for rank in ranks
+            threading.Thread(target=run_rank, args=(rank,), daemon=True)
+            for rank in range(self.size)
         ]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
-        if not errors:
-            return results
-        first = min(
-            errors, key=lambda rank: (isinstance(errors[rank], RankError), rank)
-        )
-        errors[first].add_note(f"raised by rank {first} of {self.size}")
-        try:
-            raise errors[first]
-        finally:
-            # Tracebacks hold the frames of the ranks, which hold this dict, which would hold them.
-            errors.clear()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            _raise_first(errors, self.size)
+        return results
+
+
+_Errors: TypeAlias = dict[int, BaseException]
+
+
+def _raise_first(errors: _Errors, size: int) -> NoReturn:
+    """Raises the error of the first rank; a ``RankError`` only tells of another rank's."""
+    causes = [rank for rank in errors if not isinstance(errors[rank], RankError)]
+    first = min(causes or errors)
+    errors[first].add_note(f"raised by rank {first} of {size}")
+    try:
+        raise errors[first]
+    finally:
+        # Tracebacks hold the frames of the ranks, which hold this dict, which would hold them.
+        errors.clear()
 
 
 @dataclass(eq=False)
-class _Meeting:
-    """One collective: what each rank has brought to it, and what each takes away."""
+class _Collective:
+    """Holds for one collective the calls and inputs of its ranks, and their results or errors."""
 
-    place: Hashable
+    key: Hashable
     calls: dict[int, _Call] = field(default_factory=dict)
-    brought: dict[int, Tensor] = field(default_factory=dict)
+    inputs: dict[int, Tensor] = field(default_factory=dict)
     results: dict[int, Tensor] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
+    def is_done(self, rank: int) -> bool:
+        """Tells whether there is a result or an error for a rank."""
+        return rank in self.results or rank in self.errors
+
 
 class _Run:
-    """What the threads of one ``map`` share: meetings, what each waits for, and how it ended."""
+    """Shares between the threads of one ``map`` their collectives, and which ranks wait or ended.
+
+    A rank whose collective cannot be completed any more gets an error at once, instead of a hang.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._changed = threading.Condition()
-        self._meetings: dict[Hashable, _Meeting] = {}
-        self._begun: dict[Hashable, int] = {}
-        self._waiting: dict[int, _Meeting] = {}
+        self._collectives: dict[Hashable, _Collective] = {}
+        self._num_begun: dict[Hashable, int] = {}
+        self._waiting: dict[int, _Collective] = {}
         self._ended: dict[int, str] = {}
         self.values: dict[Hashable, Any] = {}
 
-    def begun(self, rank: int, group: Hashable) -> int:
-        """How many meetings of this group the rank has come to."""
-        return self._begun.get((rank, group), 0)
+    def count_begun(self, rank: int, group: Hashable) -> int:
+        """Counts the collectives of this group that the rank has begun."""
+        return self._num_begun.get((rank, group), 0)
 
-    def bring(self, rank: int, call: _Call, x: Tensor) -> _Meeting:
-        """Comes to the group's next meeting; the last one to come does the work for all."""
-        group = call.axis, call.group
+    def join(self, rank: int, call: _Call, x: Tensor) -> _Collective:
+        """Joins the group's next collective; the last rank to join computes it for all."""
+        group = (call.axis, call.group)
         with self._changed:
-            number = self.begun(rank, group)
-            self._begun[rank, group] = number + 1
-            place = group, number
-            meeting = self._meetings.setdefault(place, _Meeting(place))
-            meeting.calls[rank], meeting.brought[rank] = call, x
-            if meeting.errors or len(set(meeting.calls.values())) > 1:
-                self._refuse(meeting)
-            elif len(meeting.calls) == len(call.group):
-                values = _together(call.law, [meeting.brought[r] for r in call.group])
-                meeting.results.update(zip(call.group, values, strict=True))
-                meeting.brought.clear()
-                self._changed.notify_all()
-            return meeting
+            number = self.count_begun(rank, group)
+            self._num_begun[rank, group] = number + 1
+            key = (group, number)
+            collective = self._collectives.setdefault(key, _Collective(key))
+            collective.calls[rank] = call
+            collective.inputs[rank] = x
+            calls = set(collective.calls.values())
+            if collective.errors or len(calls) > 1:
+                self._refuse(collective)
+            elif len(collective.calls) == len(call.group):
+                self._complete(collective, call)
+            return collective
 
-    def wait(self, rank: int, meeting: _Meeting) -> Tensor:
-        """What the rank takes away from a meeting, when all have come."""
+    def _complete(self, collective: _Collective, call: _Call) -> None:
+        """Computes the results of all ranks, and wakes those that wait."""
+        inputs = [collective.inputs[rank] for rank in call.group]
+        results = _compute_results(call.op, inputs)
+        for rank, result in zip(call.group, results, strict=True):
+            collective.results[rank] = result
+        collective.inputs.clear()
+        self._changed.notify_all()
+
+    def wait(self, rank: int, collective: _Collective) -> Tensor:
+        """Waits for a rank's result of a collective."""
         with self._changed:
-            self._waiting[rank] = meeting
+            self._waiting[rank] = collective
             self._refuse_the_impossible()
-            while rank not in meeting.results and rank not in meeting.errors:
+            while not collective.is_done(rank):
                 self._changed.wait()
             del self._waiting[rank]
-            if rank in meeting.errors:
-                raise RankError(meeting.errors[rank])
-            result = meeting.results.pop(rank)
-            if not meeting.results:
-                del self._meetings[meeting.place]
+            if rank in collective.errors:
+                raise RankError(collective.errors[rank])
+            result = collective.results.pop(rank)
+            if not collective.results:  # The last rank has its own.
+                del self._collectives[collective.key]
             return result
 
-    def end(self, rank: int, how: str) -> None:
-        """The rank comes to no meeting any more."""
+    def end(self, rank: int, state: str) -> None:
+        """Notes that a rank joins no collective any more."""
         with self._changed:
-            self._ended[rank] = how
+            self._ended[rank] = state
             self._refuse_the_impossible()
 
     def _refuse_the_impossible(self) -> None:
-        """Errors for the ranks that wait for what will not come."""
-        pairs = self._waiting.items()
+        """Gives errors to ranks that wait for a rank that has ended, or all for each other."""
         waiting = [
-            its for rank, its in pairs if rank not in {*its.results, *its.errors}
+            collective
+            for rank, collective in self._waiting.items()
+            if not collective.is_done(rank)
         ]
         none_computes = len(waiting) + len(self._ended) == self._size
-        for meeting in waiting:
-            missing = {*next(iter(meeting.calls.values())).group} - {*meeting.calls}
-            if none_computes or missing & {*self._ended}:
-                self._refuse(meeting)
+        for collective in waiting:
+            call = next(iter(collective.calls.values()))
+            missing = set(call.group).difference(collective.calls)
+            if none_computes or not missing.isdisjoint(self._ended):
+                self._refuse(collective)
 
-    def _refuse(self, meeting: _Meeting) -> None:
-        """An error for those who have come, and have none yet."""
+    def _refuse(self, collective: _Collective) -> None:
+        """Gives an error to all ranks that have joined, and have none yet."""
         states = [
-            f"rank {rank} {self._state(rank, meeting)}" for rank in range(self._size)
+            f"rank {rank} {self._describe_state(rank, collective)}"
+            for rank in range(self._size)
         ]
         message = "these ranks cannot meet: " + "; ".join(states)
-        meeting.errors = dict.fromkeys(meeting.calls, message) | meeting.errors
-        meeting.brought.clear()
+        for rank in collective.calls:
+            collective.errors.setdefault(rank, message)
+        collective.inputs.clear()
         self._changed.notify_all()
 
-    def _state(self, rank: int, meeting: _Meeting) -> str:
-        for one in (meeting, self._waiting.get(rank)):
-            if one is not None and rank in one.calls:
-                return f"calls {one.calls[rank]}"
+    def _describe_state(self, rank: int, collective: _Collective) -> str:
+        if rank in collective.calls:
+            return f"calls {collective.calls[rank]}"
+        other = self._waiting.get(rank)
+        if other is not None and rank in other.calls:
+            return f"calls {other.calls[rank]}"
         return self._ended.get(rank, "still computes")
 
 
-def _together(law: str, xs: list[Tensor]) -> list[Tensor]:
-    """What every rank gets of what all of them have brought."""
-    result, dim = COLLECTIVES[law].across(torch.stack(xs), 0, len(xs))
+def _compute_results(op: str, xs: list[Tensor]) -> list[Tensor]:
+    """Computes each rank's result of a collective from the inputs of all."""
+    stacked = torch.stack(xs)
+    result, dim = COLLECTIVES[op].batch_rule(stacked, 0, len(xs))
     if dim is None:
         return [result.clone() for _ in xs]
     return [part.clone() for part in result.unbind(dim)]

@@ -1,99 +1,161 @@
-"""What an update has to leave as it was: its data, and the global state of the program."""
+"""Watches what an update has to leave as it was: its data, and the program's global state."""
 
 import gc
 import itertools
 import pickle
 import random
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from purestep.testing.problem import Batch
 from purestep.testing.trainer import Group
 
 _SEEDS = itertools.count(1)
 
 
-def _numpy(name: str, *args: Any) -> Any:
-    """This function of NumPy's global generator, where NumPy is there."""
-    return (
-        getattr(sys.modules["numpy"].random, name)(*args)
-        if "numpy" in sys.modules
-        else None
-    )
+class _GlobalState(NamedTuple):
+    """Reads a piece of global state, and puts it back."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
 
 
-STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "torch's global generator": (torch.get_rng_state, torch.set_rng_state),
-    "Python's global generator": (random.getstate, random.setstate),
-    "NumPy's global generator": (lambda: _numpy("get_state"), lambda x: _numpy("set_state", x)),
-    "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "the precision of products":
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "whether all is deterministic":
-        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    "the search for anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    "whether garbage is collected": (gc.isenabled, lambda on: (gc.disable, gc.enable)[on]()),
-}  # fmt: skip
-"""How each is read, and put back."""
+def _call_numpy(function: str, *args: Any) -> Any:
+    """Calls a function of NumPy's global generator, if NumPy has been imported."""
+    if "numpy" not in sys.modules:
+        return None
+    generator = sys.modules["numpy"].random
+    return getattr(generator, function)(*args)
+
+
+def _set_gc(enabled: bool) -> None:
+    if enabled:
+        gc.enable()
+    else:
+        gc.disable()
+
+
+STATE = {
+    "torch's global generator": _GlobalState(
+        read=torch.get_rng_state,
+        write=torch.set_rng_state,
+    ),
+    "Python's global generator": _GlobalState(
+        read=random.getstate,
+        write=random.setstate,
+    ),
+    "NumPy's global generator": _GlobalState(
+        read=lambda: _call_numpy("get_state"),
+        write=lambda state: _call_numpy("set_state", state),
+    ),
+    "whether gradients are recorded": _GlobalState(
+        read=torch.is_grad_enabled,
+        write=torch.set_grad_enabled,
+    ),
+    "the default dtype": _GlobalState(
+        read=torch.get_default_dtype,
+        write=torch.set_default_dtype,
+    ),
+    "the number of threads": _GlobalState(
+        read=torch.get_num_threads,
+        write=torch.set_num_threads,
+    ),
+    "the precision of products": _GlobalState(
+        read=torch.get_float32_matmul_precision,
+        write=torch.set_float32_matmul_precision,
+    ),
+    "whether all is deterministic": _GlobalState(
+        read=torch.get_deterministic_debug_mode,
+        write=torch.set_deterministic_debug_mode,
+    ),
+    "the search for anomalies": _GlobalState(
+        read=torch.is_anomaly_enabled,
+        write=torch.autograd.set_detect_anomaly,
+    ),
+    "whether garbage is collected": _GlobalState(
+        read=gc.isenabled,
+        write=_set_gc,
+    ),
+}
+"""What an update may not change, by its name."""
 
 
 class Watch:
-    """Looks from its making to its end. The generators stand where no program has put them."""
+    """Compares data and global state from its making to its end.
+
+    The generators begin at a state to which no program has set them: one that seeds them is seen.
+    """
 
     def __init__(self) -> None:
-        self._kept = {name: read() for name, (read, _) in STATE.items()}
+        self._original = _read_state()
         seed = next(_SEEDS)
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
-        _numpy("seed", seed)
-        self._before = {name: read() for name, (read, _) in STATE.items()}
-        self._inputs: list[tuple[str, str]] = []
+        _call_numpy("seed", seed)
+        self._before = _read_state()
+        self._changed_inputs: list[tuple[str, str]] = []
 
-    def call(self, call: Callable[[Group], Any], group: Group) -> Any:
-        """An update or an evaluation, on a copy of the data."""
-        copied = [
-            [{key: x.clone() for key, x in b.items()} for b in share] for share in group
-        ]
-        result = call(copied)
-        if [*map(len, copied)] != [*map(len, group)]:
-            self._inputs.append(("inputs", "the list of microbatches"))
-        for share, other in zip(group, copied, strict=False):
-            for old, new in zip(share, other, strict=False):
-                keys = [
-                    key
-                    for key in {**old, **new}
-                    if not _alike(old.get(key), new.get(key))
-                ]
-                self._inputs += [("inputs", f"the microbatch's {key}") for key in keys]
+    def call(self, function: Callable[[Group], Any], group: Group) -> Any:
+        """Calls an update or an evaluation on a copy of the data, and compares the copy."""
+        copied = []
+        for share in group:
+            copied.append([_clone(batch) for batch in share])
+        result = function(copied)
+        if len(copied) != len(group):
+            self._changed_inputs.append(("inputs", "the list of ranks"))
+        for old_share, new_share in zip(group, copied, strict=False):
+            self._compare(old_share, new_share)
         return result
 
+    def _compare(self, old_share: Sequence[Batch], new_share: Sequence[Batch]) -> None:
+        """Notes what a call has changed in one rank's microbatches."""
+        names = []
+        if len(old_share) != len(new_share):
+            names.append("the list of microbatches")
+        for old, new in zip(old_share, new_share, strict=False):
+            for key in {**old, **new}:
+                if not _is_equal(old.get(key), new.get(key)):
+                    names.append(f"the microbatch's {key}")
+        self._changed_inputs += [("inputs", name) for name in names]
+
     def changed(self) -> list[tuple[str, str]]:
-        """What is not as it was."""
-        state = [
-            name
-            for name, old in self._before.items()
-            if not _alike(STATE[name][0](), old)
-        ]
-        return [*self._inputs, *(("global state", name) for name in state)]
+        """Lists what is not as it was: "inputs" or "global state", and a name."""
+        changed = list(self._changed_inputs)
+        for name, state in _read_state().items():
+            if not _is_equal(state, self._before[name]):
+                changed.append(("global state", name))
+        return changed
 
     def end(self) -> None:
         """Puts the global state back."""
-        for name, (_, put) in STATE.items():
-            put(self._kept[name])
+        for name, state in STATE.items():
+            state.write(self._original[name])
 
 
-def _alike(x: Any, y: Any) -> bool:
+def _read_state() -> dict[str, Any]:
+    return {name: state.read() for name, state in STATE.items()}
+
+
+def _clone(batch: Batch) -> Batch:
+    return {key: x.clone() for key, x in batch.items()}
+
+
+def _is_equal(x: Any, y: Any) -> bool:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
-        kinds = [(each.dtype, each.requires_grad, each.shape) for each in (x, y)]
-        return kinds[0] == kinds[1] and bool(same(x, y).all())
+        if x.dtype != y.dtype or x.shape != y.shape:
+            return False
+        if x.requires_grad != y.requires_grad:
+            return False
+        return bool(equal_or_nan(x, y).all())
+    # NumPy's state is a tuple with an array: its == is no bool.
     return pickle.dumps(x) == pickle.dumps(y)
 
 
-def same(x: Tensor, y: Tensor) -> Tensor:
-    """Where they are equal. What is no number in both is the same in both."""
-    return (x == y) | (x.isnan() & y.isnan())
+def equal_or_nan(x: Tensor, y: Tensor) -> Tensor:
+    """Tells where two tensors are equal; NaN in both is equal, too."""
+    both_nan = x.isnan() & y.isnan()
+    return (x == y) | both_nan

@@ -1,7 +1,10 @@
-"""How the same data can be written: microbatches, ranks, order and padding, from choices."""
+"""Draws the ways to write the same data: microbatches, ranks, order and padding."""
+
+from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -9,204 +12,385 @@ from torch import Tensor
 
 from purestep.testing.draws import Draw
 from purestep.testing.problem import Batch, Linear, Problem, Task
-from purestep.testing.trainer import Abilities, Group
+from purestep.testing.trainer import Capabilities, Group
 
 T = TypeVar("T")
-Row: TypeAlias = list[tuple[int, Any]]
-"""The weight of each token, and its number in a vocabulary, or its x and y."""
+
+
+@dataclass
+class Row:
+    """Holds the tokens of a row: their weights, and their values.
+
+    A value is a number in a vocabulary, or x (of two features) and y.
+    """
+
+    weights: list[int] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Returns the sum of the weights."""
+        return sum(self.weights)
+
+    def append(self, weight: int, value: Any) -> None:
+        """Adds a token."""
+        self.weights.append(weight)
+        self.values.append(value)
+
+    def with_weights_of(self, other: Row) -> Row:
+        """Returns a row with the weights, and so the length, of another."""
+        values = itertools.cycle(self.values)
+        row = Row()
+        for weight in other.weights:
+            row.append(weight, next(values))
+        return row
+
+    def padded(self, length: int, value: Any) -> Row:
+        """Returns a row that ends with tokens of weight 0."""
+        missing = length - len(self.weights)
+        weights = self.weights + [0] * missing
+        values = self.values + [value] * missing
+        return Row(weights, values)
+
+
+Rows: TypeAlias = list[Row]
 
 KINDS = ("equal tokens", "unequal rows", "unequal tokens", "empty ones")
 """How microbatches of one batch can differ."""
 
-VALUES = sorted(
-    itertools.product(range(-2, 3), repeat=3), key=lambda v: (sum(map(abs, v)), v)
-)
-"""Three small numbers, the simplest first."""
-# Larger ones, which a clip of inputs or targets would change; and those that float32 rounds.
-WIDE = [(2 * x, 2 * other, 8 * y) for x, other, y in VALUES]
-FINE = [(x / 10, other / 10, y / 10) for x, other, y in VALUES]
+WEIGHTS = [
+    [1, 0, 2, 3],
+    [1, 0, 3, 259],
+]
+"""Weights of tokens; 259 is no number of bfloat16."""
+
+Value: TypeAlias = tuple[float, float, float]
+
+
+def _scale_values(x_scale: float, y_scale: float) -> list[Value]:
+    """Lists x (of two features) and y from -2 to 2, the simplest first, and scales them."""
+    integers = range(-2, 3)
+    values = list(itertools.product(integers, integers, integers))
+    values.sort(key=lambda value: sum(abs(number) for number in value))
+    scaled = []
+    for x1, x2, y in values:
+        value = (x1 * x_scale, x2 * x_scale, y * y_scale)
+        scaled.append(value)
+    return scaled
+
+
+VALUES = _scale_values(1, 1)
+WIDE = _scale_values(2, 8)
+"""Larger numbers, which a clip of inputs or targets would change."""
+FINE = _scale_values(0.1, 0.1)
+"""Numbers that float32 rounds."""
 
 
 class Part(NamedTuple):
-    """A microbatch: rows and columns of a batch, by number. What counts for nothing has -1."""
+    """Selects a microbatch: rows and columns of a batch, by number; -1 counts for nothing.
+
+    Without ``columns`` it has all of them.
+    """
 
     rows: Sequence[int]
     columns: Sequence[int] = ()
 
     def __str__(self) -> str:
-        columns = f" with columns {[*self.columns]}" if -1 in self.columns else ""
-        return f"{[*self.rows]}{columns}".replace("-1", "ignored")
+        words = str(list(self.rows))
+        if -1 in self.columns:
+            words += f" with columns {list(self.columns)}"
+        return words.replace("-1", "ignored")
 
 
 Layout: TypeAlias = Sequence[Sequence[Part]]
 """The microbatches of each rank."""
 
 
-def padded(
+def draw_padding(
     draw: Draw, layout: Layout, length: int, *, inside: bool, added: bool
 ) -> Layout:
-    """Padding of microbatches on ranks: rows and columns, ``inside`` or at the end alone.
+    """Pads microbatches: by rows anywhere, by columns ``inside`` or at the end alone.
 
     With ``added`` there are also microbatches in which nothing counts. Something is always padded.
     """
-
-    def longer(numbers: Sequence[T], more: T, inside: bool = True) -> list[T]:
-        new = list(numbers)
-        for each in draw.many(range(3)):
-            new.insert(
-                each.one(range(len(new), -1 if inside else len(new) - 1, -1)), more
-            )
-        return new
-
-    columns = [*range(length)]
-
-    new = [
-        [Part(longer(p.rows, -1), longer(columns, -1, inside)) for p in s]
-        for s in layout
-    ]
-    new = [longer(share, Part([-1])) for share in new] if added else new
-    if not any(-1 in (*part.rows, *part.columns) for share in new for part in share):
-        share = next(share for share in new if share)
-        share[0] = share[0]._replace(columns=[*columns, -1])
-    return new
+    columns = list(range(length))
+    padded = []
+    for share in layout:
+        parts = []
+        for part in share:
+            new_rows = _insert_some(draw, part.rows, -1)
+            new_columns = _insert_some(draw, columns, -1, inside=inside)
+            parts.append(Part(new_rows, new_columns))
+        padded.append(parts)
+    if added:
+        empty = Part([-1])
+        padded = [_insert_some(draw, parts, empty) for parts in padded]
+    if not any(_is_padded(part) for parts in padded for part in parts):
+        parts = next(parts for parts in padded if parts)
+        rows = parts[0].rows
+        parts[0] = Part(rows, [*columns, -1])
+    return padded
 
 
-def written(batch: Batch, task: Task, layout: Layout) -> Group:
-    """The microbatches of each rank."""
-
-    def chosen(key: str, x: Tensor, dim: int, numbers: Sequence[int]) -> Tensor:
-        if not numbers or dim >= x.ndim:
-            return x
-        at = torch.tensor(numbers)
-        nothing = (at < 0).nonzero().flatten()
-        return x.index_select(dim, at.clamp(min=0)).index_fill_(
-            dim, nothing, task.ignored[key]
-        )
-
-    def part(rows: Sequence[int], columns: Sequence[int]) -> Batch:
-        return {
-            key: chosen(key, chosen(key, x, 0, rows), 1, columns)
-            for key, x in batch.items()
-        }
-
-    return [[part(*each) for each in share] for share in layout]
+def _insert_some(
+    draw: Draw, items: Sequence[T], new: T, *, inside: bool = True
+) -> list[T]:
+    """Inserts up to two new items, anywhere or at the end alone."""
+    longer = list(items)
+    for item_draw in draw.many(range(3)):
+        end = len(longer)
+        options = range(end, -1, -1) if inside else [end]  # The end is the simplest.
+        longer.insert(item_draw.one(options), new)
+    return longer
 
 
-def _total(rows: Sequence[Row]) -> int:
-    return sum(weight for row in rows for weight, _ in row)
+def _is_padded(part: Part) -> bool:
+    return -1 in part.rows or -1 in part.columns
 
 
-def _raise(row: Row, weights: str) -> None:
-    """Adds 1 to what counts in a row."""
-    place = next((place for place, (weight, _) in enumerate(row) if weight), 0)
-    weight, value = row[place]
-    if weight and weights == "mask":
-        row.append((1, value))
-    else:
-        row[place] = (weight + 1, value)
+def lay_out_group(batch: Batch, task: Task, layout: Layout) -> Group:
+    """Takes the microbatches of each rank out of a batch."""
+    group = []
+    for share in layout:
+        group.append([_write_part(batch, task, part) for part in share])
+    return group
+
+
+def _write_part(batch: Batch, task: Task, part: Part) -> Batch:
+    microbatch = {}
+    for key, x in batch.items():
+        fill = task.ignored[key]
+        rows = _select(x, 0, part.rows, fill)
+        microbatch[key] = _select(rows, 1, part.columns, fill)
+    return microbatch
+
+
+def _select(x: Tensor, dim: int, numbers: Sequence[int], fill: float) -> Tensor:
+    """Selects rows or columns by number, filled where the number is -1; all without numbers."""
+    if not numbers or dim >= x.ndim:
+        return x
+    index = torch.tensor(numbers)
+    ignored = index < 0
+    selected = x.index_select(dim, index.clamp(min=0))
+    return selected.index_fill_(dim, ignored.nonzero().flatten(), fill)
 
 
 def microbatches(
     draw: Draw,
-    abilities: Abilities,
+    capabilities: Capabilities,
     parts: Sequence[Draw],
-    kind: str = "",
+    difference: str = "",
     *,
     most_rows: int = 3,
     most_length: int = 12,
     keyed: bool = False,
 ) -> tuple[Batch, list[list[int]]]:
-    """A batch of small numbers, and the rows of each of its microbatches, which all count.
+    """Draws a batch of small numbers, and the rows of each of its microbatches.
 
-    ``kind`` says how they differ, one of ``KINDS``; empty: in any way. Most numbers are integers;
-    in half of the batches the weights' sum is a power of two, so that nothing rounds. Such numbers
-    hide in which dtype a trainer computes.
+    Each microbatch has weight, but for "empty ones". ``difference`` says how they differ, one of
+    ``KINDS``; empty: in any way. Most numbers are integers; in half of the batches the weights' sum
+    is a power of two, so that nothing rounds. Such numbers hide in which dtype a trainer computes.
     """
-    task = abilities.task
-    weights = "mask" if task.vocabulary else abilities.weights
-    numbers = [1, 0] if weights == "mask" else draw.one([[1, 0, 2, 3], [1, 0, 3, 259]])
-    # Of few values, some are alike.
-    values: Any = range(task.vocabulary) or draw.one(
-        [VALUES, VALUES[:7], WIDE, FINE, VALUES[:2]]
-    )
-    lengths = range(1, min(most_length, draw.one([2, 1, 3, 12])) + 1)
+    groups = _draw_rows(draw, capabilities, parts, most_rows, most_length)
+    empty = _draw_empty(parts, difference)
+    _fix_empty(capabilities, groups, empty)
+    has_equal_rows = difference in ("equal tokens", "unequal rows")
+    if difference == "equal tokens":
+        _equalize_sizes(groups)
+    if has_equal_rows:
+        _equalize_weights(groups)
+    sizes = [len(group) for group in groups]
+    if difference == "unequal rows" and _are_equal(sizes):
+        last = groups[-1]
+        last.append(last[-1])
+    rows = [row for group in groups for row in group]
+    if not has_equal_rows and draw.one([True, False]):
+        _round_up_total(rows, capabilities)
+    totals = [_total(group) for group in groups]
+    if difference == "unequal tokens" and _are_equal(totals):
+        _add_weight(rows[-1], capabilities)
+    batch = _draw_batch(draw, capabilities, rows)
+    if keyed:
+        batch["key"] = torch.arange(len(rows))
+    numbers = itertools.count()
+    cut = [[next(numbers) for _ in group] for group in groups]
+    return batch, cut
 
-    def row(draw: Draw) -> Row:
-        return [(each.one(numbers), each.one(values)) for each in draw.many(lengths)]
 
-    groups = [
-        [row(each) for each in part.many(range(1, most_rows + 1))] for part in parts
-    ]
-    empty = [kind == "empty ones" and part.one([False, True]) for part in parts]
-    if kind == "empty ones" and len({*empty}) == 1:
+def _draw_rows(
+    draw: Draw,
+    capabilities: Capabilities,
+    parts: Sequence[Draw],
+    most_rows: int,
+    most_length: int,
+) -> list[Rows]:
+    """Draws the rows of each microbatch, token by token."""
+    weights = [1, 0]
+    if not _has_mask(capabilities):
+        weights = draw.one(WEIGHTS)
+    values: Sequence[Any] = range(capabilities.task.vocabulary)
+    if not values:
+        # Of few values, some are alike.
+        values = draw.one([VALUES, VALUES[:7], WIDE, FINE, VALUES[:2]])
+    longest = draw.one([2, 1, 3, 12])
+    lengths = range(1, min(most_length, longest) + 1)
+    sizes = range(1, most_rows + 1)
+    groups = []
+    for part in parts:
+        rows = []
+        for row_draw in part.many(sizes):
+            row = Row()
+            for token_draw in row_draw.many(lengths):
+                weight = token_draw.one(weights)
+                row.append(weight, token_draw.one(values))
+            rows.append(row)
+        groups.append(rows)
+    return groups
+
+
+def _has_mask(capabilities: Capabilities) -> bool:
+    return capabilities.task.vocabulary > 0 or capabilities.weights == "mask"
+
+
+def _draw_empty(parts: Sequence[Draw], difference: str) -> list[bool]:
+    """Draws which microbatches are empty: some of "empty ones", but not all."""
+    if difference != "empty ones":
+        return [False] * len(parts)
+    empty = [part.one([False, True]) for part in parts]
+    if _are_equal(empty):
         empty[-1] = not empty[-1]
-    for rows, nothing in zip(groups, empty, strict=True):
-        if nothing:
-            rows[:] = [[(0, value) for _, value in tokens] for tokens in rows]
-        elif not _total(rows):
-            _raise(rows[0], weights)
-    if alike := kind in ("equal tokens", "unequal rows"):
-        pattern = next(tokens for tokens in groups[0] if _total([tokens]))
-        for rows in groups:
-            number = len(groups[0]) if kind == "equal tokens" else len(rows)
-            rows[:] = [_like(pattern, rows[at % len(rows)]) for at in range(number)]
-    if kind == "unequal rows" and len({*map(len, groups)}) == 1:
-        groups[-1].append(groups[-1][-1])
-    every = [tokens for rows in groups for tokens in rows]
-    if not alike and draw.one([True, False]):
-        counted, total = [tokens for tokens in every if _total([tokens])], _total(every)
-        for at in range((1 << (total - 1).bit_length()) - total):
-            _raise(counted[-1 - at % len(counted)], weights)
-    if kind == "unequal tokens" and len({*map(_total, groups)}) == 1:
-        _raise(every[-1], weights)
-    batch = _batch(draw, abilities, every)
-    keys = {"key": torch.arange(len(every))} if keyed else {}
-    row_numbers = itertools.count()
-    return batch | keys, [[next(row_numbers) for _ in rows] for rows in groups]
+    return empty
 
 
-def _like(pattern: Row, row: Row) -> Row:
-    """A row with the weights of another."""
-    return [(weight, row[at % len(row)][1]) for at, (weight, _) in enumerate(pattern)]
+def _are_equal(values: Sequence[int]) -> bool:
+    return len(set(values)) == 1
 
 
-def _batch(draw: Draw, abilities: Abilities, rows: Sequence[Row]) -> Batch:
-    """Rows as tensors; shorter ones are padded."""
-    task, weights, longest = abilities.task, abilities.weights, max(map(len, rows))
-    if task.vocabulary:
+def _fix_empty(
+    capabilities: Capabilities, groups: list[Rows], empty: Sequence[bool]
+) -> None:
+    """Takes all weight from the empty microbatches; the others get some if they have none."""
+    for rows, is_empty in zip(groups, empty, strict=True):
+        if is_empty:
+            for row in rows:
+                row.weights = [0] * len(row.weights)
+        elif _total(rows) == 0:
+            _add_weight(rows[0], capabilities)
+
+
+def _equalize_sizes(groups: list[Rows]) -> None:
+    """Gives all microbatches as many rows as the first has, some of them twice."""
+    size = len(groups[0])
+    for i, rows in enumerate(groups):
+        endless = itertools.cycle(rows)
+        groups[i] = list(itertools.islice(endless, size))
+
+
+def _equalize_weights(groups: list[Rows]) -> None:
+    """Gives all rows the weights of one."""
+    counted = [row for row in groups[0] if row.total]
+    pattern = counted[0]
+    for i, rows in enumerate(groups):
+        groups[i] = [row.with_weights_of(pattern) for row in rows]
+
+
+def _total(rows: Rows) -> int:
+    return sum(row.total for row in rows)
+
+
+def _add_weight(row: Row, capabilities: Capabilities) -> None:
+    """Adds 1 to the weight of a row: by one more token if weights are at most 1."""
+    counted = [i for i, weight in enumerate(row.weights) if weight]
+    first = counted[0] if counted else 0
+    if counted and _has_mask(capabilities):
+        row.append(1, row.values[first])
+    else:
+        row.weights[first] += 1
+
+
+def _round_up_total(rows: Rows, capabilities: Capabilities) -> None:
+    """Raises the sum of all weights to a power of two, the last rows first."""
+    counted = [row for row in rows if row.total]
+    counted.reverse()
+    total = _total(rows)
+    power = 1 << (total - 1).bit_length()
+    for i in range(power - total):
+        row = counted[i % len(counted)]
+        _add_weight(row, capabilities)
+
+
+def _draw_batch(draw: Draw, capabilities: Capabilities, rows: Rows) -> Batch:
+    """Writes rows as tensors; shorter ones are padded."""
+    if capabilities.task.vocabulary:
+        return _draw_text(draw, capabilities.task, rows)
+    ignored = capabilities.task.ignored
+    fill = (ignored["x"], ignored["x"], ignored["y"])
+    weights, values = _stack_rows(rows, fill, capabilities.dtype)
+    if capabilities.weights == "mask":
+        weights = weights.bool()
+    elif capabilities.weights == "any":
+        divisor = draw.one([1, 4, 16, 10])
+        weights = weights.to(capabilities.dtype) / divisor
+    return {
+        "x": values[..., :2],
+        "y": values[..., 2],
+        "w": weights,
+    }
+
+
+def _draw_text(draw: Draw, task: Task, rows: Rows) -> Batch:
+    """Writes rows as tokens and labels."""
+    texts = []
+    for row in rows:
         # The first token of a row is predicted by none.
-        longest, rows = longest + 1, [[(0, row[-1][1]), *row] for row in rows]
-    fill: Any = -1 if task.vocabulary else (*[task.ignored["x"]] * 2, task.ignored["y"])
-    wide = [row + [(0, fill)] * (longest - len(row)) for row in rows]
-    w = torch.tensor([[weight for weight, _ in row] for row in wide])
-    kind = torch.int64 if task.vocabulary else abilities.dtype
-    values = torch.tensor([[value for _, value in row] for row in wide], dtype=kind)
-    if task.vocabulary:
-        labels, mask = torch.where(w > 0, values, -100), (values >= 0).to(torch.int64)
-        batch = {
-            "input_ids": values.clamp(min=0),
-            "attention_mask": mask,
-            "labels": labels,
-        }
-        # In text it has a label, too, which a task that shifts labels does not count.
-        text = batch | {"labels": torch.cat([values[:, :1], labels[:, 1:]], 1)}
-        alike = torch.equal(task.weights(text), task.weights(batch))
-        return draw.one([text, batch]) if alike else batch
-    if weights != "whole":
-        w = (
-            w.bool()
-            if weights == "mask"
-            else w.to(abilities.dtype) / draw.one([1, 4, 16, 10])
-        )
-    return {"x": values[..., :2], "y": values[..., 2], "w": w}
+        text = Row()
+        text.append(0, row.values[-1])
+        text.weights += row.weights
+        text.values += row.values
+        texts.append(text)
+    weights, values = _stack_rows(texts, -1, torch.int64)
+    labels = torch.where(weights > 0, values, -100)
+    batch = {
+        "input_ids": values.clamp(min=0),
+        "attention_mask": (values >= 0).to(torch.int64),
+        "labels": labels,
+    }
+    # In text it has a label, too, which a task that shifts labels does not count.
+    all_labels = labels.clone()
+    all_labels[:, 0] = values[:, 0]
+    labelled = {**batch, "labels": all_labels}
+    shifts_labels = torch.equal(task.weights(labelled), task.weights(batch))
+    if shifts_labels:
+        return draw.one([labelled, batch])
+    return batch
 
 
-def problem_of(draw: Draw, abilities: Abilities, *, dropout: float = 0.0) -> Problem:
-    """A model of small integers, and SGD with or without momentum and weight decay."""
-    rate, model = draw.one([0.25, 0.5, 0.0625, 0.1]), abilities.task.model
-    if model is not None:
-        return Problem(abilities.task, model, rate)
+def _stack_rows(rows: Rows, fill: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Stacks the weights and the values of rows; shorter ones end with fills of weight 0."""
+    length = max(len(row.weights) for row in rows)
+    padded = [row.padded(length, fill) for row in rows]
+    weights = torch.tensor([row.weights for row in padded])
+    values = torch.tensor([row.values for row in padded], dtype=dtype)
+    return weights, values
+
+
+def draw_problem(
+    draw: Draw, capabilities: Capabilities, *, dropout: float = 0.0
+) -> Problem:
+    """Draws a model of small integers, and SGD with or without momentum and weight decay."""
+    task = capabilities.task
+    learning_rate = draw.one([0.25, 0.5, 0.0625, 0.1])
+    if task.model is not None:
+        return Problem(task, task.model, learning_rate)
     *weight, bias = draw.one(VALUES)
-    model = Linear(weight, bias, abilities.dtype, dropout)
-    numbers = [0.0, 0.5, 0.25, 0.9] if abilities.momentum else [0.0]
-    return Problem(abilities.task, model, rate, draw.one(numbers), draw.one(numbers))
+    model = Linear(weight, bias, capabilities.dtype, dropout)
+    numbers = [0.0]
+    if capabilities.momentum:
+        numbers = [0.0, 0.5, 0.25, 0.9]
+    return Problem(
+        task,
+        model,
+        learning_rate,
+        momentum=draw.one(numbers),
+        weight_decay=draw.one(numbers),
+    )

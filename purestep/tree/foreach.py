@@ -1,7 +1,7 @@
 """Operations on lists of tensors: one call for all that share a dtype and a device.
 
-On a GPU each call is a few launches, whatever the number of tensors. Nothing here is seen by
-transforms or autograd: callers ask ``tree.eager`` first.
+On a GPU each call is a few launches, whatever the number of tensors. Transforms and autograd do
+not see these kernels: callers ask ``tree.is_plain_eager`` first.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from purestep import torch_private
+from purestep.torch_private import foreach as kernel, foreach_clone
 
 Column: TypeAlias = list[Tensor]
 """Tensors of one dtype on one device."""
 
-add: Callable[..., list[Tensor]] = torch_private.foreach("add")
-add_: Callable[..., None] = torch_private.foreach("add_")
-addcmul_: Callable[..., None] = torch_private.foreach("addcmul_")
-copy_: Callable[..., None] = torch_private.foreach("copy_")
-div: Callable[..., list[Tensor]] = torch_private.foreach("div")
-div_: Callable[..., None] = torch_private.foreach("div_")
-lerp: Callable[..., list[Tensor]] = torch_private.foreach("lerp")
-lerp_: Callable[..., None] = torch_private.foreach("lerp_")
-mul: Callable[..., list[Tensor]] = torch_private.foreach("mul")
-mul_: Callable[..., None] = torch_private.foreach("mul_")
-norm: Callable[..., list[Tensor]] = torch_private.foreach("norm")
-sign: Callable[..., list[Tensor]] = torch_private.foreach("sign")
-sqrt: Callable[..., list[Tensor]] = torch_private.foreach("sqrt")
-sub: Callable[..., list[Tensor]] = torch_private.foreach("sub")
+Kernel: TypeAlias = Callable[..., Column]
+InplaceKernel: TypeAlias = Callable[..., None]
+
+add: Kernel = kernel("add")
+add_: InplaceKernel = kernel("add_")
+addcmul_: InplaceKernel = kernel("addcmul_")
+copy_: InplaceKernel = kernel("copy_")
+div: Kernel = kernel("div")
+div_: InplaceKernel = kernel("div_")
+lerp: Kernel = kernel("lerp")
+lerp_: InplaceKernel = kernel("lerp_")
+mul: Kernel = kernel("mul")
+mul_: InplaceKernel = kernel("mul_")
+norm: Kernel = kernel("norm")
+sign: Kernel = kernel("sign")
+sqrt: Kernel = kernel("sqrt")
+sub: Kernel = kernel("sub")
 
 
 def group_by_kind(leaves: Sequence[Tensor]) -> list[list[int]]:
@@ -40,17 +43,20 @@ def group_by_kind(leaves: Sequence[Tensor]) -> list[list[int]]:
     [[0, 2], [1]]
     """
     groups: dict[Any, list[int]] = {}
-    for position, leaf in enumerate(leaves):
-        groups.setdefault((leaf.dtype, leaf.device), []).append(position)
+    for index, leaf in enumerate(leaves):
+        key = (leaf.dtype, leaf.device)
+        group = groups.setdefault(key, [])
+        group.append(index)
     return [*groups.values()]
 
 
 def split_by_kind(leaves: Sequence[Tensor]) -> list[Column]:
     """Splits leaves into columns of one dtype and device each."""
-    return [
-        [leaves[position] for position in positions]
-        for positions in group_by_kind(leaves)
-    ]
+    columns = []
+    for group in group_by_kind(leaves):
+        column = [leaves[index] for index in group]
+        columns.append(column)
+    return columns
 
 
 def clone(leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -61,21 +67,20 @@ def clone(leaves: Sequence[Tensor]) -> list[Tensor]:
     [tensor([1.]), tensor(2)]
     """
     clones = [*leaves]
-    for positions in group_by_kind(leaves):
-        column = torch_private.foreach_clone(
-            [leaves[position] for position in positions]
-        )
-        for position, leaf in zip(positions, column, strict=True):
-            clones[position] = leaf
+    for group in group_by_kind(leaves):
+        column = [leaves[index] for index in group]
+        cloned = foreach_clone(column)
+        for index, leaf in zip(group, cloned, strict=True):
+            clones[index] = leaf
     return clones
 
 
 def cast(column: Column, like: Column) -> Column:
-    """Returns the column in the dtype of another one of the same shapes; itself if it has that."""
+    """Casts a column to the dtype of another one of the same shapes, unless it has that."""
     if column[0].dtype == like[0].dtype:
         return column
     # The memory comes from a clone: to allocate tensor by tensor would be a call for each.
-    converted = torch_private.foreach_clone(like)
+    converted = foreach_clone(like)
     copy_(converted, column)
     return converted
 
@@ -89,7 +94,8 @@ def scale_(leaves: Sequence[Tensor], factor: float | Tensor) -> None:
     (None, [tensor([2.]), tensor([2.], dtype=torch.float64)])
     """
     for column in split_by_kind(leaves):
-        mul_(column, as_number(factor, column[0]))
+        number = as_number(factor, column[0])
+        mul_(column, number)
 
 
 def divide_(leaves: Sequence[Tensor], divisor: Tensor) -> None:
@@ -101,14 +107,17 @@ def divide_(leaves: Sequence[Tensor], divisor: Tensor) -> None:
     (None, [tensor([0.2500])])
     """
     for column in split_by_kind(leaves):
-        div_(column, as_number(divisor, column[0]))
+        number = as_number(divisor, column[0])
+        div_(column, number)
 
 
 def as_number(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """Returns a number as foreach kernels take it: read where that waits for no device."""
+    """Converts a number for foreach kernels: reads it where that does not wait for a device."""
     if not isinstance(value, Tensor):
         return value
-    return value.item() if value.is_cpu else value.to(like.dtype)
+    if value.is_cpu:
+        return value.item()
+    return value.to(like.dtype)
 
 
 def where_(old: Sequence[Tensor], new: Sequence[Tensor], condition: Tensor) -> None:
@@ -119,6 +128,6 @@ def where_(old: Sequence[Tensor], new: Sequence[Tensor], condition: Tensor) -> N
     >>> where_(old, [torch.ones(1), torch.ones(2)], torch.tensor(True)), old
     (None, [tensor([1.]), tensor([1., 1.])])
     """
-    from purestep.tree import foreach_where  # which registers an operation with torch
+    from purestep.tree import foreach_where  # it registers an operation with torch
 
     foreach_where.write_where(old, new, condition)

@@ -1,4 +1,4 @@
-"""``foreach_where_``: a selection for a whole list of tensors, as one operation of torch's.
+"""``foreach_where_``: selects between two lists of tensors, as one operation of torch's.
 
 torch has foreach forms of its arithmetic, but none of ``where``. Arithmetic cannot select floats: 0
 times NaN is NaN. It can select integers, and each float is one, by its bits:
@@ -17,20 +17,27 @@ from torch import Tensor, library
 
 from purestep.tree import foreach
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
 """The integers of each size in bytes."""
 
 
 def select_by_bits(old: list[Tensor], new: list[Tensor], condition: Tensor) -> None:
     """Writes ``new`` over ``old`` by three foreach kernels for each dtype."""
-    for positions in foreach.group_by_kind(old):
-        old_column = [old[position] for position in positions]
-        new_column = foreach.cast([new[position] for position in positions], old_column)
+    for group in foreach.group_by_kind(old):
+        old_column = [old[index] for index in group]
+        new_column = [new[index] for index in group]
+        new_column = foreach.cast(new_column, old_column)
         integer = INTEGERS[old_column[0].itemsize]
         old_bits = [leaf.view(integer) for leaf in old_column]
         new_bits = [leaf.view(integer) for leaf in new_column]
+        keeps_old = condition.logical_not().to(integer)
         foreach.add_(old_bits, new_bits, alpha=-1)
-        foreach.mul_(old_bits, condition.logical_not().to(integer))
+        foreach.mul_(old_bits, keeps_old)
         foreach.add_(old_bits, new_bits)
 
 
@@ -38,9 +45,10 @@ def select_by_leaf(
     old: list[Tensor], new: list[Tensor], condition: Tensor
 ) -> list[Tensor]:
     """Selects leaf by leaf: for devices whose foreach operations are loops."""
-    return [
-        torch.where(condition, one, other) for one, other in zip(new, old, strict=True)
-    ]
+    selected = []
+    for new_leaf, old_leaf in zip(new, old, strict=True):
+        selected.append(torch.where(condition, new_leaf, old_leaf))
+    return selected
 
 
 _operations = library.Library("purestep", "FRAGMENT")
@@ -59,4 +67,5 @@ def write_where(old: Any, new: Any, condition: Tensor) -> None:
     if condition.is_cuda:
         torch.ops.purestep.foreach_where_(old, new, condition)
     else:
-        foreach.copy_(old, torch.ops.purestep.foreach_where(old, new, condition))
+        selected = torch.ops.purestep.foreach_where(old, new, condition)
+        foreach.copy_(old, selected)

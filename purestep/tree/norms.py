@@ -1,10 +1,10 @@
-"""Sums over the leaves of a tree: their dtype, norms, finiteness. Shards count together."""
+"""Sums over all leaves of a tree, and of shards over their ranks: dtypes, norms, finiteness."""
 
 import functools
 import math
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from purestep.tree.tracing import concrete_scalar, is_plain_eager, may_be_differ
 from purestep.types import Tree
 
 SMALL_LEAF = 4096
-"""Leaves of fewer elements, on average, are joined: each would cost a call of a kernel."""
+"""Leaves of fewer elements, on average, are concatenated: a kernel call for each costs more."""
+
+LeavesFn: TypeAlias = Callable[[list[Tensor]], Tensor]
+"""Computes a scalar of some leaves."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,8 +31,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """
     if dtype in (torch.float32, torch.float64):
         return dtype
-    number = dtype.is_floating_point or dtype.is_complex
-    return torch.promote_types(dtype, torch.float32) if number else torch.int64
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.promote_types(dtype, torch.float32)
+    return torch.int64
 
 
 def global_norm(tree: Tree) -> Tensor:
@@ -42,65 +46,89 @@ def global_norm(tree: Tree) -> Tensor:
     >>> global_norm([torch.full((2**14,), 3.0), torch.full((2**14,), 4.0)])
     tensor(640.)
     """
-    leaves, structure = flatten(tree)
+    leaves, spec = flatten(tree)
     if not leaves:
         return torch.zeros(())
+    # ``map`` and ``reduce`` here and below: every step takes this norm, and loops take longer.
     dtypes = {*map(attrgetter("dtype"), leaves)}
-    dtype = accumulation_dtype(functools.reduce(torch.promote_types, dtypes))
-    if places := shard_specs(structure):
-        return _sqrt(_sum_over_axes(_sum_of_squares, leaves, places)).to(dtype)
-    if leaves[0].is_cpu and sum(map(Tensor.numel, leaves)) < SMALL_LEAF * len(leaves):
-        leaves = [torch.cat([*map(torch.flatten, leaves)])]
+    common_dtype = functools.reduce(torch.promote_types, dtypes)
+    dtype = accumulation_dtype(common_dtype)
+    specs = shard_specs(spec)
+    if specs:
+        total = _sum_over_axes(_sum_of_squares, leaves, specs)
+        return _sqrt(total).to(dtype)
+    if leaves[0].is_cpu:
+        # By map: a step takes this norm of all gradients.
+        num_elements = sum(map(Tensor.numel, leaves))
+        if num_elements < SMALL_LEAF * len(leaves):
+            leaves = [torch.cat([*map(torch.flatten, leaves)])]
     if not is_plain_eager(leaves):
-        return _norm(torch.stack([_norm(leaf) for leaf in leaves]))
+        leaf_norms = [_norm(leaf) for leaf in leaves]
+        return _norm(torch.stack(leaf_norms))
+    columns = [leaves]
+    if len(dtypes) > 1:
+        columns = foreach.split_by_kind(leaves)
     norms: list[Tensor] = []
-    for column in [leaves] if len(dtypes) == 1 else foreach.split_by_kind(leaves):
+    for column in columns:
         norms += foreach.norm(column, 2, dtype=dtype)
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if len(norms) == 1:
+        return norms[0]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def _sum_over_axes(
-    value: Callable[..., Tensor], leaves: list[Tensor], places: ShardSpecs
+    compute: LeavesFn, leaves: list[Tensor], specs: ShardSpecs
 ) -> Tensor:
-    """Σ ``value`` of the leaves; of pieces, over their axes, in one order on all ranks."""
-    axes: list[
-        Any
-    ] = []  # Not the keys of a dict: torch 2.11's compiler hashes no axes.
-    parts_of: list[list[Tensor]] = []
-    for leaf, place in zip(leaves, places, strict=True):
-        axis = place and place.axis
+    """Sums ``compute`` of all leaves; of shards, over their axes, in one order on all ranks."""
+    # Not a dict: torch 2.11's compiler hashes no axes.
+    axes: list[Any] = []
+    groups: list[list[Tensor]] = []
+    for leaf, shard_spec in zip(leaves, specs, strict=True):
+        axis = shard_spec and shard_spec.axis
         if axis not in axes:
             axes.append(axis)
-            parts_of.append([])
-        parts_of[axes.index(axis)].append(zero_padding(leaf, place))
+            groups.append([])
+        group = groups[axes.index(axis)]
+        group.append(zero_padding(leaf, shard_spec))
     terms = []
-    for axis, parts in zip(axes, parts_of, strict=True):
-        here = value(parts)
-        terms.append(here if axis is None else axis.apply("psum", here))
+    for axis, group in zip(axes, groups, strict=True):
+        term = compute(group)
+        if axis is not None:
+            term = axis.apply("psum", term)
+        terms.append(term)
     return torch.stack(terms).sum()
 
 
 def _sum_of_squares(leaves: list[Tensor]) -> Tensor:
-    """‖leaves‖² in float64, and not by way of its root, which rounds."""
-    wide = [x.to(accumulation_dtype(x.dtype)) for x in leaves]
-    return torch.stack([torch.sum(x * x, dtype=torch.float64) for x in wide]).sum()
+    """Computes ‖leaves‖² in float64, and not by way of its root, which rounds."""
+    squares = []
+    for leaf in leaves:
+        dtype = accumulation_dtype(leaf.dtype)
+        wide = leaf.to(dtype)
+        square = torch.sum(wide * wide, dtype=torch.float64)
+        squares.append(square)
+    return torch.stack(squares).sum()
 
 
 def _sqrt(total: Tensor) -> Tensor:
-    """√total, whose derivative at zero is zero."""
-    known = concrete_scalar(total)
-    if known is not None and known >= 0 and not may_be_differentiated([total]):
+    """Computes √total, with the derivative zero at zero."""
+    value = concrete_scalar(total)
+    if value is not None and value >= 0 and not may_be_differentiated([total]):
         # MKL's root, which torch takes, is not correctly rounded.
-        return total.new_tensor(math.sqrt(known))
-    return torch.where(total > 0, torch.where(total > 0, total, 1).sqrt(), total)
+        return total.new_tensor(math.sqrt(value))
+    is_positive = total > 0
+    safe = torch.where(is_positive, total, 1)
+    return torch.where(is_positive, safe.sqrt(), total)
 
 
 def _norm(x: Tensor) -> Tensor:
-    """‖x‖₂, all of whose derivatives are zero at zero: torch's are NaN from the second one on."""
+    """Computes ‖x‖₂, with derivatives of zero at zero: torch's second one is NaN there."""
     dtype = accumulation_dtype(x.dtype)
-    held = (x != 0).any()
-    norm = torch.linalg.vector_norm(torch.where(held, x, 1), dtype=dtype)
-    return torch.where(held, norm, 0)
+    has_nonzero = (x != 0).any()
+    safe = torch.where(has_nonzero, x, 1)
+    norm = torch.linalg.vector_norm(safe, dtype=dtype)
+    return torch.where(has_nonzero, norm, 0)
 
 
 def all_finite(tree: Tree) -> Tensor:
@@ -109,31 +137,39 @@ def all_finite(tree: Tree) -> Tensor:
     >>> all_finite({"w": torch.tensor([1.0, float("nan")])}), all_finite({})
     (tensor(False), tensor(True))
     """
-    leaves, structure = flatten(tree)
-    if not (places := shard_specs(structure)):
+    leaves, spec = flatten(tree)
+    specs = shard_specs(spec)
+    if not specs:
         return _leaves_finite(leaves)
-    return (
-        _sum_over_axes(
-            lambda parts: (~_leaves_finite(parts)).to(torch.int64), leaves, places
-        )
-        == 0
-    )
+    num_nonfinite = _sum_over_axes(_has_nonfinite, leaves, specs)
+    return num_nonfinite == 0
+
+
+def _has_nonfinite(leaves: list[Tensor]) -> Tensor:
+    """Returns 1 if any leaf is not finite, else 0, as ranks can sum it."""
+    is_nonfinite = _leaves_finite(leaves).logical_not()
+    return is_nonfinite.to(torch.int64)
 
 
 def _leaves_finite(leaves: list[Tensor]) -> Tensor:
     leaves = [leaf for leaf in leaves if leaf.numel()]
     if not leaves:
         return torch.tensor(True)
-    if leaves[0].is_cpu or not is_plain_eager(leaves):
-        # Both ends are as finite as all that lies between, and are found without writing anything.
-        return torch.stack(
-            [end.isfinite() for leaf in leaves for end in _extremes(leaf)]
-        ).all()
     parts = []
+    if leaves[0].is_cpu or not is_plain_eager(leaves):
+        # The extremes are finite if all values are, and nothing is written to find them.
+        for leaf in leaves:
+            least, largest = _extremes(leaf)
+            parts.append(least.isfinite())
+            parts.append(largest.isfinite())
+        return torch.stack(parts).all()
     for column in foreach.split_by_kind(leaves):
-        largest = torch.stack(foreach.norm(column, math.inf))
-        parts.append((largest < math.inf).all())  # NaN is not less
-    return parts[0] if len(parts) == 1 else torch.stack(parts).all()
+        norms = torch.stack(foreach.norm(column, math.inf))
+        is_finite = norms < math.inf  # NaN is not less.
+        parts.append(is_finite.all())
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(parts).all()
 
 
 def _extremes(leaf: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Leaves that hold tensors inside: mappings and dataclasses that optree takes for leaves."""
+"""Opaque leaves: mappings and dataclasses that hold tensors, and that optree takes for leaves."""
 
 from collections.abc import Iterator, Mapping
 from copy import copy
@@ -26,40 +26,50 @@ def tensors_in(leaf: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
     elif is_dataclass(leaf) and not isinstance(leaf, type):
         for field in fields(leaf):
-            yield from tensors_in(getattr(leaf, field.name, None))
+            value = getattr(leaf, field.name, None)
+            yield from tensors_in(value)
 
 
 def has_graph(leaf: Any) -> bool:
-    """Whether a tensor of the leaf was computed from others that require grad."""
-    return any(
-        tensor.requires_grad and not tensor.is_leaf for tensor in tensors_in(leaf)
-    )
+    """Returns whether a tensor of the leaf was computed from others that require grad."""
+    for tensor in tensors_in(leaf):
+        if tensor.requires_grad and not tensor.is_leaf:
+            return True
+    return False
 
 
 def detach_opaque(leaf: Any) -> Any:
-    """Returns the leaf with other tensors of the same values, which require grad if these do.
+    """Copies a leaf with detached tensors, which require grad if the originals do.
 
-    What a loss does to them, such as ``requires_grad_()``, does not reach the caller's. So it gets
-    collocation points that require grad, as networks for physics take them.
+    So what a loss does to them, such as ``requires_grad_()``, leaves the caller's tensors alone.
+    They require grad since networks for physics differentiate by their collocation points.
     """
     if isinstance(leaf, Tensor):
         return leaf.detach().requires_grad_(leaf.requires_grad)
     if isinstance(leaf, Mapping) and isinstance(getattr(leaf, "data", None), dict):
         twin: Any = copy(leaf)  # A UserDict, such as a tokenizer's BatchEncoding.
-        twin.data = {key: detach_opaque(value) for key, value in leaf.items()}
+        twin.data = _detach_values(leaf)
         return twin
     if isinstance(leaf, dict):
         twin = copy(leaf)
-        twin.update({key: detach_opaque(value) for key, value in leaf.items()})
+        values = _detach_values(leaf)
+        twin.update(values)
         return twin
     if type(leaf) in (list, tuple):
-        return type(leaf)(map(detach_opaque, leaf))
+        return type(leaf)(detach_opaque(value) for value in leaf)
     if is_dataclass(leaf) and not isinstance(leaf, type):
         twin = copy(leaf)
         for field in fields(leaf):
-            # By object's own way: a frozen dataclass refuses others.
-            object.__setattr__(
-                twin, field.name, detach_opaque(getattr(leaf, field.name, None))
-            )
+            value = getattr(leaf, field.name, None)
+            detached = detach_opaque(value)
+            # By object's own method: a frozen dataclass refuses others.
+            object.__setattr__(twin, field.name, detached)
         return twin
     return leaf
+
+
+def _detach_values(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    values = {}
+    for key, value in mapping.items():
+        values[key] = detach_opaque(value)
+    return values

@@ -1,4 +1,4 @@
-"""Operations on trees, leaf by leaf: dtypes of sums, comparisons, copies and selections."""
+"""Operations on trees, leaf by leaf: comparisons, copies and selections."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +11,13 @@ from purestep.tree.spec import flatten, leaves, leaves_matching, map, paths, unf
 from purestep.tree.tracing import can_write
 from purestep.types import Tree
 
-FLOAT_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-"""The dtypes in which floating point values may be added up."""
+FLOAT_DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+]
+"""Floating point dtypes of params, and of sums."""
 
 
 def detach(tree: Tree) -> Tree:
@@ -21,35 +26,35 @@ def detach(tree: Tree) -> Tree:
     >>> detach({"w": torch.ones(2, requires_grad=True), "name": "w"})
     {'w': tensor([1., 1.]), 'name': 'w'}
     """
-    leaves, structure = flatten(tree)
-    return unflatten(structure, detach_leaves(leaves))
+    leaves, spec = flatten(tree)
+    return unflatten(spec, detach_leaves(leaves))
 
 
 def detach_leaves(leaves: Sequence[Any]) -> list[Any]:
-    """``detach`` of a tree's leaves."""
+    """Detaches the tensors among leaves."""
     return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; only the host waits for it, where it could read it too early."""
+    """Copies a tensor to a device, and waits only for the host, which could read it too early."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def format_leaf(leaf: Any) -> str:
-    """A leaf's dtype and shape, for messages.
+    """Formats a leaf's dtype and shape, for messages.
 
     >>> format_leaf(torch.ones(2, 3))
     'torch.float32 of shape (2, 3)'
     """
-    if not isinstance(leaf, Tensor):
-        return (
-            repr(leaf) if isinstance(leaf, str) else f"{type(leaf).__name__}, no tensor"
-        )
-    return f"{leaf.dtype} of shape {tuple(leaf.shape)}"
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} of shape {tuple(leaf.shape)}"
+    if isinstance(leaf, str):
+        return repr(leaf)
+    return f"{type(leaf).__name__}, no tensor"
 
 
-def describe_mismatch(found: Tree, wanted: Tree, name: str) -> str | None:
-    """Describes the first leaf in which ``found`` differs from ``wanted``; None if there is none.
+def describe_mismatch(actual: Tree, expected: Tree, name: str) -> str | None:
+    """Describes the first leaf in which a tree differs from the expected one; None for no leaf.
 
     Floating-point dtypes that can hold sums count as equal.
 
@@ -58,25 +63,38 @@ def describe_mismatch(found: Tree, wanted: Tree, name: str) -> str | None:
     >>> describe_mismatch({"w": torch.ones(2)}, {"w": torch.ones(3)}, "params")
     "params['w'] is torch.float32 of shape (2,), and torch.float32 of shape (3,) was expected"
     """
-    ours = dict(zip(paths(found, name), leaves(found), strict=True))
-    theirs = dict(zip(paths(wanted, name), leaves(wanted), strict=True))
-    for path in theirs | ours:
-        if path not in ours or path not in theirs:
-            return f"{path} {'has no place' if path in ours else 'is missing'}"
-        if _signature(ours[path]) != _signature(theirs[path]):
-            expected = format_leaf(theirs[path])
-            return f"{path} is {format_leaf(ours[path])}, and {expected} was expected"
-    return (
-        None
-        if flatten(found)[1] == flatten(wanted)[1]
-        else f"{name} has other containers"
-    )
+    actual_leaves = _leaves_by_path(actual, name)
+    expected_leaves = _leaves_by_path(expected, name)
+    for path in expected_leaves | actual_leaves:
+        if path not in actual_leaves:
+            return f"{path} is missing"
+        if path not in expected_leaves:
+            return f"{path} has no place"
+        leaf = actual_leaves[path]
+        other = expected_leaves[path]
+        if _signature(leaf) != _signature(other):
+            return (
+                f"{path} is {format_leaf(leaf)}, and {format_leaf(other)} was expected"
+            )
+    _, spec = flatten(actual)
+    _, expected_spec = flatten(expected)
+    if spec != expected_spec:
+        return f"{name} has other containers"
+    return None
+
+
+def _leaves_by_path(tree: Tree, name: str) -> dict[str, Any]:
+    names = paths(tree, name)
+    return dict(zip(names, leaves(tree), strict=True))
 
 
 def _signature(leaf: Any) -> Any:
+    """Returns what two leaves must share; one dtype of sums is as good as another."""
     if not isinstance(leaf, Tensor):
         return type(leaf)
-    return leaf.shape, "a sum" if leaf.dtype in FLOAT_DTYPES else leaf.dtype
+    if leaf.dtype in FLOAT_DTYPES:
+        return leaf.shape, "a sum"
+    return leaf.shape, leaf.dtype
 
 
 def zeros_like(tree: Tree) -> Tree:
@@ -85,9 +103,12 @@ def zeros_like(tree: Tree) -> Tree:
     >>> zeros_like({"w": torch.ones(2, dtype=torch.bfloat16)})
     {'w': tensor([0., 0.])}
     """
-    return map(
-        lambda leaf: torch.zeros_like(leaf, dtype=accumulation_dtype(leaf.dtype)), tree
-    )
+
+    def make_zeros(leaf: Tensor) -> Tensor:
+        dtype = accumulation_dtype(leaf.dtype)
+        return torch.zeros_like(leaf, dtype=dtype)
+
+    return map(make_zeros, tree)
 
 
 def where(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
@@ -97,11 +118,12 @@ def where(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
     {'w': tensor([0., 0.])}
     """
 
-    def one(new: Tensor, old: Tensor) -> Tensor:
-        # What has stayed may be on the host, and the condition on a device.
-        return old.clone() if new is old else torch.where(condition, new, old)
+    def select(new: Tensor, old: Tensor) -> Tensor:
+        if new is old:  # It may be on the host, and the condition on a device.
+            return old.clone()
+        return torch.where(condition, new, old)
 
-    return _map_pairs(one, chosen, other)
+    return _map_pairs(select, chosen, other)
 
 
 def copy_(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
@@ -113,38 +135,48 @@ def copy_(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     >>> copy_(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old
     (True, {'w': tensor([1., 1.])})
     """
-    writes = can_write(old, new)
+    in_place = can_write(old, new)
 
-    def one(new: Tensor, old: Tensor) -> Tensor:
-        # What has stayed needs no writing, wherever it is: flags on the host, under a condition on
-        # a device.
+    def copy_leaf(new: Tensor, old: Tensor) -> Tensor:
+        # What has not changed needs no copy, wherever it is: flags lie on the host, where the
+        # condition may lie on a device.
         if new is old:
             return old
-        value = new if condition is None else torch.where(condition, new, old)
-        return old.copy_(value) if writes else value
+        value = new
+        if condition is not None:
+            value = torch.where(condition, new, old)
+        if in_place:
+            return old.copy_(value)
+        return value
 
-    return _map_pairs(one, new, old)
+    return _map_pairs(copy_leaf, new, old)
 
 
-def _map_pairs(one: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> Tree:
-    """``one`` of corresponding leaves. State keeps its shapes and dtypes."""
-    leaves, structure = flatten(old)
-    pairs = [*zip(leaves_matching(structure, new), leaves, strict=True)]
-    for at, (value, leaf) in enumerate(pairs):
-        # Others belong to other parameters.
-        if format_leaf(value) != format_leaf(leaf) or not isinstance(leaf, Tensor):
+def _map_pairs(fn: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> Tree:
+    """Applies ``fn`` to corresponding leaves, which must agree in shape and dtype."""
+    old_leaves, spec = flatten(old)
+    new_leaves = leaves_matching(spec, new)
+    # All pairs are compared before ``fn`` writes to the first one.
+    for index, old_leaf in enumerate(old_leaves):
+        signature = format_leaf(new_leaves[index])
+        old_signature = format_leaf(old_leaf)
+        # Other signatures belong to other params.
+        if signature != old_signature or not isinstance(old_leaf, Tensor):
+            path = paths(old, "(params, opt_state)")[index]
             raise ValueError(
-                f"the optimizer turned {paths(old, '(params, opt_state)')[at]} from "
-                f"{format_leaf(leaf)} "
-                f"into {format_leaf(value)}: params and state keep their shapes and "
-                "dtypes; was opt_state "
-                "made by optimizer.init of these params?"
+                f"the optimizer turned {path} from {old_signature} into {signature}: params and "
+                "state keep their shapes and dtypes; was opt_state made by optimizer.init of these "
+                "params?"
             )
-    return unflatten(structure, [one(*pair) for pair in pairs])
+    results = []
+    for new_leaf, old_leaf in zip(new_leaves, old_leaves, strict=True):
+        results.append(fn(new_leaf, old_leaf))
+    return unflatten(spec, results)
 
 
 def match_strides(leaf: Tensor, total: Tensor) -> Tensor:
     """Returns ``total`` with the strides of ``leaf``: kernels read both side by side."""
     if total.stride() == leaf.stride():
         return total
-    return torch.empty_like(leaf, dtype=total.dtype).copy_(total)
+    strided = torch.empty_like(leaf, dtype=total.dtype)
+    return strided.copy_(total)

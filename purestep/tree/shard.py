@@ -1,4 +1,4 @@
-"""A tensor that is sharded over an axis, as a node of a tree."""
+"""``Shard``: a tensor that is sharded over an axis, as a node of a tree."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ NAMESPACE = "purestep"
 
 @dataclass(eq=False)
 class Shard:
-    """A tensor that is sharded over an axis: a node of a tree, whose leaf is this rank's piece.
+    """A tensor that is sharded over an axis: a node of a tree, whose leaf is this rank's shard.
 
-    Pieces are those of DTensor's ``Shard(dim)`` and ``torch.chunk``: ⌈n / size⌉ entries along
-    ``dim``, where the last pieces are shorter or empty. On a ``VmapAxis``, short pieces are filled
-    up with zeros.
+    Shards are those of DTensor's ``Shard(dim)`` and ``torch.chunk``: ⌈n / size⌉ entries along
+    ``dim``, where the last shards are shorter or empty. On a ``VmapAxis``, short shards are padded
+    with zeros.
 
-    Elementwise arithmetic, such as an optimizer's, works on pieces as on any leaf. The tree's
+    Elementwise arithmetic, such as an optimizer's, works on shards as on any leaf. The tree's
     structure holds the axis. Norms, ``tree.all_finite``, clipping, ``grad_norm`` and skips
     therefore sum over it.
 
-    If the axis is the step's own, the loss sees the gathered tensor. Over another axis it sees the
-    piece: tensor parallelism. ``ps.shard`` cuts tensors into pieces, and ``ps.unshard`` gathers
+    If the axis is that of the step, the loss sees the full tensor. Over another axis it sees the
+    local one: tensor parallelism. ``ps.shard`` shards full tensors, and ``ps.unshard`` gathers
     them.
 
     Args:
         local: this rank's part of the tensor.
-        axis: the axis whose ranks hold the pieces.
-        shape: the shape of the gathered tensor.
-        dim: the dimension that is cut.
+        axis: the axis whose ranks hold the shards.
+        shape: the shape of the full tensor.
+        dim: the dimension that is sharded.
 
     >>> from purestep import VmapAxis, tree
     >>> axis = VmapAxis(2)
-    >>> norm = lambda piece: tree.global_norm({"w": Shard(piece, axis, (2, 3))})
+    >>> norm = lambda local: tree.global_norm({"w": Shard(local, axis, (2, 3))})
     >>> axis.map(norm, out_dims=None)(torch.tensor([[[2.0, 0.0, 0.0]], [[0.0, 4.0, 4.0]]]))
     tensor(6.)
     """
@@ -54,59 +54,67 @@ class Shard:
                 f"Shard(axis={self.axis!r}) must have an axis object, such as "
                 'ps.MeshAxis(mesh, "tp")'
             )
-        self.shape, ndim = tuple(self.shape), len(self.shape)
+        self.shape = tuple(self.shape)
+        ndim = len(self.shape)
         if not -ndim <= self.dim < ndim:
+            hint = ""
+            if ndim == 0:
+                hint = "; a scalar is not cut: let it stand as it is, on every rank"
             raise ValueError(
                 f"Shard(shape={self.shape}, dim={self.dim}): the whole tensor has no such dimension"
-                + (
-                    ""
-                    if ndim
-                    else "; a scalar is not cut: let it stand as it is, on every rank"
-                )
+                f"{hint}"
             )
         self.dim %= ndim
 
     @property
     def spec(self) -> ShardSpec:
-        """All of it but the piece."""
+        """Says how the tensor is sharded."""
         return ShardSpec(self.axis, self.shape, self.dim)
 
 
 class ShardSpec(NamedTuple):
-    """The axis of a sharded leaf, and how it is cut: all of a ``Shard`` but the piece."""
+    """Describes how a leaf is sharded: a ``Shard`` without its local tensor."""
 
     axis: Any
     shape: tuple[int, ...]
     dim: int
 
     @property
+    def full_len(self) -> int:
+        """The length of the full tensor along ``dim``."""
+        return self.shape[self.dim]
+
+    @property
     def shard_len(self) -> int:
-        """The length of a piece along ``dim``; the last ones may be shorter."""
-        return int(-(-self.shape[self.dim] // self.axis.size))
+        """The length of a shard along ``dim``; the last ones may be shorter."""
+        return int(-(-self.full_len // self.axis.size))
 
     @property
     def local_range(self) -> tuple[int, int]:
-        """The start and the length of this rank's piece, where each rank runs its own program."""
-        start = min(self.axis.rank * self.shard_len, self.shape[self.dim])
-        return start, min(self.shard_len, self.shape[self.dim] - start)
+        """The start and the length of this rank's shard, where each rank runs its own program."""
+        start = min(self.axis.rank * self.shard_len, self.full_len)
+        return start, min(self.shard_len, self.full_len - start)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape that a piece has here."""
-        length = self.local_range[1] if self.axis.is_multi_program else self.shard_len
+        """The shape of this rank's shard."""
+        length = self.shard_len
+        if self.axis.is_multi_program:
+            _, length = self.local_range
         return *self.shape[: self.dim], length, *self.shape[self.dim + 1 :]
 
-    def matches(self, piece: Tensor) -> bool:
-        """Whether it is a piece; not another thing that an optimizer keeps, such as a count."""
-        if piece.ndim == len(self.shape):
-            self.check("the piece of a Shard", piece)
-        return piece.ndim == len(self.shape)
+    def matches(self, tensor: Tensor) -> bool:
+        """Tells shards from other state of an optimizer, such as a count, by their dimensions."""
+        if tensor.ndim != len(self.shape):
+            return False
+        self.check("the piece of a Shard", tensor)
+        return True
 
-    def check(self, name: str, piece: Tensor) -> None:
-        """Refuses a piece of another shape."""
-        if tuple(piece.shape) != self.local_shape:
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Raises if a tensor does not have the shape of this rank's shard."""
+        if tuple(tensor.shape) != self.local_shape:
             raise ValueError(
-                f"{name} has shape {tuple(piece.shape)}, but this rank's piece of a tensor of "
+                f"{name} has shape {tuple(tensor.shape)}, but this rank's piece of a tensor of "
                 f"shape {self.shape}, cut along dim={self.dim} over {self.axis}, has shape "
                 f"{self.local_shape}: take ps.shard, or torch.chunk"
             )
@@ -116,11 +124,13 @@ def _flatten(node: Any) -> tuple[tuple[Any], ShardSpec, tuple[str]]:
     return (node.local,), node.spec, ("local",)
 
 
-def _unflatten(place: Any, children: Iterable[Any]) -> Any:
-    return Shard(*children, *place)
+def _unflatten(shard_spec: Any, children: Iterable[Any]) -> Any:
+    return Shard(*children, *shard_spec)
 
 
-_register: Any = optree.register_pytree_node  # by its types, a node is a collection
+_register: Any = (
+    optree.register_pytree_node
+)  # Its types want a node to be a collection.
 _register(
     Shard,
     _flatten,
@@ -134,17 +144,20 @@ ShardSpecs: TypeAlias = tuple[ShardSpec | None, ...]
 
 
 def is_shard(node: Any) -> bool:
-    """Whether this node of a tree is a ``Shard``."""
+    """Returns whether a node of a tree is a ``Shard``."""
     return type(node) is Shard
 
 
-def zero_padding(leaf: Tensor, place: ShardSpec | None) -> Tensor:
-    """The leaf, with zeros where a piece is filled up."""
-    if place is None or place.axis.is_multi_program:
+def zero_padding(leaf: Tensor, shard_spec: ShardSpec | None) -> Tensor:
+    """Sets the padding of a shard to zero, where ranks run one program; other leaves stay."""
+    if shard_spec is None or shard_spec.axis.is_multi_program:
         return leaf
-    length, whole = place.shard_len, place.shape[place.dim]
-    if length * place.axis.size == whole:
+    length = shard_spec.shard_len
+    if length * shard_spec.axis.size == shard_spec.full_len:
         return leaf
-    entries = place.axis.index * length + torch.arange(length)
-    along = [-1 if dim == place.dim else 1 for dim in range(len(place.shape))]
-    return torch.where((entries < whole).view(along).to(leaf.device), leaf, 0)
+    positions = shard_spec.axis.index * length + torch.arange(length)
+    is_entry = positions < shard_spec.full_len
+    shape = [1] * len(shard_spec.shape)
+    shape[shard_spec.dim] = length
+    is_entry = is_entry.view(shape).to(leaf.device)
+    return torch.where(is_entry, leaf, 0)

@@ -1,6 +1,6 @@
-"""A tree and its leaves: how it is taken apart and put together, and the name of each leaf.
+"""Flattens trees into leaves and a ``TreeSpec``, builds them again, and names their leaves.
 
-A structure is a tree without its leaves: what containers there are, and what stands where in them.
+A ``TreeSpec`` is a tree without its leaves: its containers, and where each one stands.
 """
 
 import builtins
@@ -21,9 +21,9 @@ TreeSpec: TypeAlias = Any
 def flatten(
     tree: Tree, is_leaf: Callable[..., bool] | None = None
 ) -> tuple[list[Any], TreeSpec]:
-    """Returns the leaves from left to right, with dict keys sorted, and the structure.
+    """Returns the leaves from left to right, with dict keys sorted, and the ``TreeSpec``.
 
-    ``unflatten`` fills the structure again. ``is_leaf`` makes more nodes leaves.
+    ``unflatten`` builds the tree again. Nodes for which ``is_leaf`` is True are leaves, too.
 
     >>> flatten({"b": 2, "a": [1]})[0]
     [1, 2]
@@ -31,72 +31,76 @@ def flatten(
     return optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
 
 
-def unflatten(structure: TreeSpec, leaves: Sequence[Any]) -> Tree:
-    """Rebuilds a tree from its structure and leaves: the inverse of ``flatten``.
+def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Tree:
+    """Builds a tree from its ``TreeSpec`` and leaves: the inverse of ``flatten``.
 
     >>> unflatten(flatten({"b": 2, "a": [1]})[1], [3, 4])
     {'b': 4, 'a': [3]}
     """
+    is_traced = torch.compiler.is_dynamo_compiling()
     # A compiler takes a dict without tensors for one of optree's own.
-    if torch.compiler.is_dynamo_compiling() and not any(
-        builtins.map(torch.is_tensor, leaves)
-    ):
-        return _rebuild(structure, iter(leaves))
-    return optree.tree_unflatten(structure, leaves)
+    if is_traced and not any(builtins.map(torch.is_tensor, leaves)):
+        return _rebuild(spec, iter(leaves))
+    return optree.tree_unflatten(spec, leaves)
 
 
-def _rebuild(
-    structure: TreeSpec, leaves: Iterator[Any], *, pruned: bool = False
-) -> Tree:
-    """``unflatten``, node by node; ``pruned``: with ``()`` for containers that hold no others."""
-    if structure.is_leaf():
+def _rebuild(spec: TreeSpec, leaves: Iterator[Any], *, pruned: bool = False) -> Tree:
+    """Builds a tree node by node; ``pruned`` puts ``()`` for containers of nothing else."""
+    if spec.is_leaf():
         return next(leaves)
-    children = [
-        _rebuild(child, leaves, pruned=pruned) for child in structure.children()
-    ]
+    children = []
+    for child in spec.children():
+        children.append(_rebuild(child, leaves, pruned=pruned))
     if pruned and all(builtins.map(is_empty, children)):
         return ()
     if torch.compiler.is_dynamo_compiling():
-        return torch_private.traced_container(structure, children)
-    return structure.one_level().unflatten(children)
+        return torch_private.traced_container(spec, children)
+    return spec.one_level().unflatten(children)
 
 
-def shard_specs(structure: TreeSpec) -> ShardSpecs:
-    """How each leaf of a tree of this structure is sharded; empty where none is."""
-    if hasattr(structure, "walk"):
-        if not structure.walk([False] * structure.num_leaves, _contains_shard):
+def shard_specs(spec: TreeSpec) -> ShardSpecs:
+    """Returns how each leaf of a tree is sharded; ``()`` if none is."""
+    if hasattr(spec, "walk"):
+        # A step asks several times, so the usual answer, that there is no shard, is fast.
+        if not spec.walk([False] * spec.num_leaves, _contains_shard):
             return ()
-        found = structure.walk([[None]] * structure.num_leaves, _collect_shard_specs)
+        unsharded: list[list[None]] = [[None]] * spec.num_leaves
+        specs = spec.walk(unsharded, _collect_shard_specs)
     else:
-        found = _traced_shard_specs(structure)  # one of a compiler's own
-    return tuple(found) if any(found) else ()
+        specs = _traced_shard_specs(spec)  # A TreeSpec of dynamo's has no ``walk``.
+    if not any(specs):
+        return ()
+    return tuple(specs)
 
 
-def _contains_shard(kind: Any, data: Any, children: Sequence[bool]) -> bool:
-    return kind is Shard or any(children)
+def _contains_shard(node_type: Any, metadata: Any, children: Sequence[bool]) -> bool:
+    return node_type is Shard or any(children)
 
 
 def _collect_shard_specs(
-    kind: Any, data: Any, children: Sequence[list[ShardSpec | None]]
+    node_type: Any, metadata: Any, children: Sequence[list[ShardSpec | None]]
 ) -> list[ShardSpec | None]:
-    found = [place for child in children for place in child]
-    if kind is not Shard:
-        return found
-    for other in filter(None, found):
-        raise ValueError(
-            f"a leaf is sharded over {data.axis} and over {other.axis}: a Shard within a "
-            "Shard is not supported; shard it over one axis"
-        )
-    return [data] * len(found)
+    specs: list[ShardSpec | None] = []
+    for child in children:
+        specs += child
+    if node_type is not Shard:
+        return specs
+    for inner in specs:
+        if inner is not None:
+            raise ValueError(
+                f"a leaf is sharded over {metadata.axis} and over {inner.axis}: a Shard within a "
+                "Shard is not supported; shard it over one axis"
+            )
+    return [metadata] * len(specs)
 
 
-def _traced_shard_specs(structure: TreeSpec) -> list[ShardSpec | None]:
-    if structure.is_leaf():
+def _traced_shard_specs(spec: TreeSpec) -> list[ShardSpec | None]:
+    """Collects the shard specs of a tree in a trace."""
+    if spec.is_leaf():
         return [None]
-    children = [_traced_shard_specs(child) for child in structure.children()]
-    return _collect_shard_specs(
-        structure.type, torch_private.traced_metadata(structure), children
-    )
+    metadata = torch_private.traced_metadata(spec)
+    children = [_traced_shard_specs(child) for child in spec.children()]
+    return _collect_shard_specs(spec.type, metadata, children)
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -105,11 +109,12 @@ def leaves(tree: Tree) -> list[Any]:
     >>> leaves({"b": 2, "a": [1]})
     [1, 2]
     """
-    return flatten(tree)[0]
+    leaves, _ = flatten(tree)
+    return leaves
 
 
 def is_empty(tree: Tree) -> bool:
-    """Whether this is the tree without leaves that stands for nothing, ``()``.
+    """Returns whether a tree is ``()``, which stands for nothing.
 
     >>> is_empty(()), is_empty([])
     (True, False)
@@ -127,31 +132,32 @@ def map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     ...
     ValueError: trees differ in structure: {'w': *} against {'w': None}
     """
-    leaves, structure = flatten(tree)
+    leaves, spec = flatten(tree)
     if not rest:
-        return unflatten(structure, [func(leaf) for leaf in leaves])
-    columns = [leaves_matching(structure, other) for other in rest]
-    return unflatten(
-        structure, [func(*row) for row in zip(leaves, *columns, strict=True)]
-    )
+        return unflatten(spec, [func(leaf) for leaf in leaves])
+    columns = [leaves_matching(spec, other) for other in rest]
+    results = []
+    for row in zip(leaves, *columns, strict=True):
+        results.append(func(*row))
+    return unflatten(spec, results)
 
 
-def leaves_matching(structure: TreeSpec, tree: Tree) -> list[Any]:
-    """The leaves of a tree that must have this structure.
+def leaves_matching(spec: TreeSpec, tree: Tree) -> list[Any]:
+    """Returns the leaves of a tree, and raises if its containers are not those of ``spec``.
 
     >>> leaves_matching(flatten({"a": 1, "b": 2})[1], {"a": 3, "b": 4})
     [3, 4]
     """
     leaves, other = flatten(tree)
-    if not is_same_spec(other, structure):
+    if not is_same_spec(other, spec):
         raise ValueError(
-            f"trees differ in structure: {format_spec(structure)} against {format_spec(other)}"
+            f"trees differ in structure: {format_spec(spec)} against {format_spec(other)}"
         )
     return leaves
 
 
 def is_same_spec(one: TreeSpec, other: TreeSpec) -> bool:
-    """Compares two structures, also in a trace.
+    """Returns whether two specs are equal, also in a trace.
 
     >>> is_same_spec(flatten([1])[1], flatten([2])[1])
     True
@@ -160,16 +166,18 @@ def is_same_spec(one: TreeSpec, other: TreeSpec) -> bool:
     """
     if not torch.compiler.is_dynamo_compiling():
         return bool(one == other)
-    # There a structure is a dataclass of torch's. torch 2.11 compares none of these, and torch 2.13
+    # In a trace a spec is a dataclass of torch's. torch 2.11 compares none of these, and torch 2.13
     # on Python 3.13 none of a dict ("Missing richcompare_impl override"). Where it does compare,
     # {"a": 1, "b": 2} differs from {"b": 2, "a": 1}, which optree, sorting keys, calls equal.
-    if one.type is not other.type or one.entries() != other.entries():
+    if one.type is not other.type:
         return False
-    metadata = torch_private.traced_metadata(one), torch_private.traced_metadata(other)
-    if (
-        one.type is not dict and metadata[0] != metadata[1]
-    ):  # a dict's is the order of its keys
+    if one.entries() != other.entries():
         return False
+    # A dict's metadata is the order of its keys.
+    if one.type is not dict:
+        metadata = torch_private.traced_metadata(one)
+        if metadata != torch_private.traced_metadata(other):
+            return False
     return all(builtins.map(is_same_spec, one.children(), other.children()))
 
 
@@ -179,42 +187,48 @@ def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
     >>> broadcast_prefix({"a": "all of it", "b": "one"}, {"a": [1, 2], "b": 3})
     ['all of it', 'all of it', 'one']
     """
-    return _broadcast(prefix, flatten(tree)[1])
+    _, spec = flatten(tree)
+    return _broadcast(prefix, spec)
 
 
-def _broadcast(prefix: Tree, structure: TreeSpec) -> list[Any]:
+def _broadcast(prefix: Tree, spec: TreeSpec) -> list[Any]:
     if prefix is not None and optree.tree_is_leaf(prefix, namespace=NAMESPACE):
-        return [prefix] * structure.num_leaves
+        return [prefix] * spec.num_leaves
     parts: Sequence[Tree] | None = None
-    if isinstance(prefix, dict) and issubclass(structure.type or object, dict):
-        # By key: an OrderedDict has another order, and no compiler follows optree for labels.
-        if prefix.keys() == {*structure.entries()}:
-            parts = [prefix[key] for key in structure.entries()]
-    elif type(prefix) is structure.type:
-        parts = optree.tree_flatten_one_level(prefix, namespace=NAMESPACE)[0]
-    if parts is None or len(parts) != structure.num_children:
+    if isinstance(prefix, dict) and issubclass(spec.type or object, dict):
+        # By key: an OrderedDict has another order, and dynamo does not follow optree for labels.
+        keys = spec.entries()
+        if prefix.keys() == {*keys}:
+            parts = [prefix[key] for key in keys]
+    elif type(prefix) is spec.type:
+        parts, *_ = optree.tree_flatten_one_level(prefix, namespace=NAMESPACE)
+    if parts is None or len(parts) != spec.num_children:
         raise ValueError(
-            f"{prefix!r} is no prefix of a tree like {format_spec(structure)}: give a "
-            "value for each "
+            f"{prefix!r} is no prefix of a tree like {format_spec(spec)}: give a value for each "
             "of its leaves, or one for a whole container"
         )
-    pairs = zip(parts, structure.children(), strict=True)
-    return [leaf for part, child in pairs for leaf in _broadcast(part, child)]
+    values = []
+    children = spec.children()
+    for part, child in zip(parts, children, strict=True):
+        values += _broadcast(part, child)
+    return values
 
 
-def subset(structure: TreeSpec, leaves: Sequence[Any], where: Set[int]) -> Tree:
-    """The tree of some of its leaves, by position; ``()`` stands where others are left out.
+def subset(spec: TreeSpec, leaves: Sequence[Any], positions: Set[int]) -> Tree:
+    """Builds a tree of some of its leaves, by position, with ``()`` in place of others.
 
-    >>> whole = {"a": [1, 2], "b": {"c": 3}}
-    >>> subset(flatten(whole)[1], leaves(whole), {1})
+    >>> params = {"a": [1, 2], "b": {"c": 3}}
+    >>> subset(flatten(params)[1], leaves(params), {1})
     {'a': [(), 2], 'b': ()}
     """
-    kept = [leaf if position in where else () for position, leaf in enumerate(leaves)]
-    return _rebuild(structure, iter(kept), pruned=True)
+    selected: list[Any] = [()] * spec.num_leaves
+    for position in positions:
+        selected[position] = leaves[position]
+    return _rebuild(spec, iter(selected), pruned=True)
 
 
 def mappings_to_dicts(tree: Tree) -> Tree:
-    """Returns the tree with a dict in place of each mapping that optree takes for a leaf.
+    """Replaces each mapping that optree takes for a leaf by a dict.
 
     Such are a tokenizer's ``BatchEncoding`` and other ``UserDict``, and subclasses of dict.
 
@@ -222,33 +236,30 @@ def mappings_to_dicts(tree: Tree) -> Tree:
     >>> mappings_to_dicts([UserDict(tokens=1, more=[UserDict(labels=2)])])
     [{'tokens': 1, 'more': [{'labels': 2}]}]
     """
-    leaves, structure = flatten(tree)
+    leaves, spec = flatten(tree)
     if not any(isinstance(leaf, Mapping) for leaf in leaves):
         return tree
-    dicts = [
-        mappings_to_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf
-        for leaf in leaves
-    ]
-    return unflatten(structure, dicts)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Mapping):
+            leaves[index] = mappings_to_dicts(dict(leaf))
+    return unflatten(spec, leaves)
 
 
 def paths(tree: Tree, name: str) -> list[str]:
-    """Returns how Python reaches each leaf, for messages.
+    """Returns the Python expression for each leaf, for messages.
 
     >>> paths({"layers": [1, 2]}, "params")
     ["params['layers'][0]", "params['layers'][1]"]
     """
-    return [
-        accessor.codify(name)
-        for accessor in optree.tree_accessors(tree, namespace=NAMESPACE)
-    ]
+    accessors = optree.tree_accessors(tree, namespace=NAMESPACE)
+    return [accessor.codify(name) for accessor in accessors]
 
 
-def format_spec(structure: TreeSpec) -> str:
-    """Returns a structure as text, with stars for its leaves.
+def format_spec(spec: TreeSpec) -> str:
+    """Formats a spec, with stars for its leaves.
 
     >>> format_spec(flatten({"a": [1, 2]})[1])
     "{'a': [*, *]}"
     """
-    text = str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
+    text = str(spec).removeprefix("PyTreeSpec(").removesuffix(")")
     return text.removesuffix(f", namespace={NAMESPACE!r}")

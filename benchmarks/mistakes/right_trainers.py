@@ -1,0 +1,50 @@
+"""Lists fourteen right trainers, each in another style: the kit has to accept them.
+
+    python -m benchmarks.mistakes.right_trainers [SEED]
+
+It prints how many cases each was asked, and what the kit rejects.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import purestep as ps
+from benchmarks.mistakes import right_frameworks, right_styles
+
+RIGHT: dict[str, Callable[[], Any]] = {
+    "nano": right_frameworks.Nano,
+    "ddp": right_frameworks.Ddp,
+    "manual": right_styles.Manual,
+    "divide_once": lambda: ps.testing.loop(right_styles.divide_once),
+    "optax": right_frameworks.Optax,
+    "transformers": right_frameworks.Transformers,
+    "joined": right_styles.Joined,
+    "keras_float32": right_frameworks.Keras,
+    "adamw": right_styles.Adam,
+    "clip": right_styles.Clip,
+    "masked": right_styles.Masked,
+    "lockstep": right_frameworks.Lockstep,
+    "switch": right_styles.Switch,
+    "evaluator": right_styles.Evaluator,
+}
+"""What makes each."""
+
+
+def main(seed: int) -> None:
+    """Prints how many cases each was asked, and those that the kit rejects."""
+    torch.set_num_threads(1)
+    for name, make in RIGHT.items():
+        verdicts = ps.testing.run_laws(make(), seed=seed)
+        print(
+            f"{name:16} {sum(verdict.cases for verdict in verdicts)} cases", flush=True
+        )
+        for verdict in verdicts:
+            if verdict.case is not None:
+                print(f"{name}: {verdict}; {verdict.case.describe()}", flush=True)
+
+
+if __name__ == "__main__":
+    main(int((sys.argv[1:] or ["0"])[0]))

@@ -1,0 +1,48 @@
+"""Checks the arguments that several losses share."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from purestep.tree import accumulation_dtype
+
+
+def promote_same_shape(**tensors: Tensor) -> list[Tensor]:
+    """Converts tensors to float32 or wider, and raises unless they have one shape.
+
+    Broadcasting would pair values of different units.
+
+    >>> import torch
+    >>> promote_same_shape(chosen=torch.ones(2), rejected=torch.ones(2, 1))
+    Traceback (most recent call last):
+    ...
+    ValueError: rejected of shape (2, 1) against chosen of shape (2,): ... reshape one of them
+    """
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor.shape != first.shape:
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} against {first_name} of shape "
+                f"{tuple(first.shape)}: they are paired one by one and never broadcast; reshape "
+                "one of them"
+            )
+    return [tensor.to(accumulation_dtype(tensor.dtype)) for tensor in tensors.values()]
+
+
+def labels_to_int64(labels: Tensor) -> Tensor:
+    """Converts labels to int64, and raises for floats, which would be truncated."""
+    if labels.is_floating_point() or labels.is_complex():
+        raise TypeError(
+            f"labels are {labels.dtype}, but they are class numbers: pass labels.long() if these "
+            "are whole numbers; for probabilities take ps.losses.kl_divergence"
+        )
+    return labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
+
+
+def check_temperature(temperature: float) -> None:
+    """Raises unless a temperature is positive and finite."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(
+            f"temperature={temperature}: it divides logits, so take one above 0"
+        )

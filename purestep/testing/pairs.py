@@ -1,0 +1,324 @@
+"""Draws two runs that must agree: one group written in two ways, or with an interruption."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from purestep.testing.case import Act, Case, Run
+from purestep.testing.draws import Draw
+from purestep.testing.problem import Batch, Task
+from purestep.testing.trainer import Capabilities, Group, Resumable
+from purestep.testing.writing import (
+    Layout,
+    Part,
+    draw_padding,
+    draw_problem,
+    lay_out_group,
+    microbatches,
+)
+
+Change: TypeAlias = Literal[
+    "cut", "ranks", "order", "padding", "all", "look", "setting"
+]
+"""How the second run differs: "look" also observes, "setting" is another way of the trainer's."""
+
+
+Cut: TypeAlias = Sequence[Sequence[int]]
+"""The rows of each microbatch."""
+
+
+def draw_batch(draw: Draw, capabilities: Capabilities, **limits: Any) -> Batch:
+    """Draws a batch of a single microbatch."""
+    parts = [draw]
+    batch, _ = microbatches(draw, capabilities, parts, **limits)
+    return batch
+
+
+def draw_updates(
+    draw: Draw,
+    capabilities: Capabilities,
+    numbers: range,
+    size: int = 1,
+    *,
+    keyed: bool = False,
+) -> list[Group]:
+    """Draws one of these numbers of small updates on ``size`` ranks."""
+    if capabilities.task.model is not None:  # No polynomial: as few as possible.
+        numbers = numbers[:1]
+    limits = {"most_rows": 2, "most_length": 3, "keyed": keyed}
+    updates: list[Group] = []
+    for update_draw in draw.many(numbers):
+        count = update_draw.one([1, 2])
+        group = []
+        for _ in range(size):
+            share = []
+            for _ in range(count):
+                share.append(draw_batch(update_draw, capabilities, **limits))
+            group.append(share)
+        updates.append(group)
+    return updates
+
+
+def draw_pair(
+    draw: Draw,
+    trainer: Any,
+    change: Change,
+    part: str = "",
+    dropout: float = 0.0,
+) -> Case:
+    """Draws one group in two ways, which differ in ``change``, after the same earlier updates."""
+    capabilities = trainer.capabilities
+    keyed = dropout > 0
+    parts, size = _draw_sizes(draw, capabilities, change)
+    problem = draw_problem(draw, capabilities, dropout=dropout)
+    batch, rows = microbatches(draw, capabilities, parts, part, keyed=keyed)
+    layout = _spread_over_ranks(rows, parts, size, uneven=capabilities.uneven_ranks)
+    num_rows, length = capabilities.task.weights(batch).shape
+    first = _first_layout(layout, rows, change)
+    second = layout
+    if change == "order":
+        second = _shuffle(draw, layout)
+    if change == "all":
+        order = draw.order(range(num_rows))
+        second = _renumber_rows(layout, order)
+    if change in ("padding", "all"):
+        inside = not keyed and not capabilities.task.vocabulary
+        second = draw_padding(
+            draw, second, length, inside=inside, added=capabilities.uneven_ranks
+        )
+    # Where an update that is not SGD has rounded in two ways, no later one has a bound.
+    has_history = capabilities.plain_sgd or len(first) == size
+    numbers = range(6 if has_history else 1)
+    updates = draw_updates(draw, capabilities, numbers, size, keyed=keyed)
+    first_run = _write_run(batch, capabilities.task, first, updates)
+    second_run = _write_run(batch, capabilities.task, second, updates)
+    if updates and change in ("cut", "ranks", "all"):
+        first_run = _join_updates(first_run)
+    if change == "look":
+        second_run = _with_looks(second_run, trainer, part)
+    elif change == "setting":
+        names = draw.order(trainer.settings)
+        first_run = _in_setting(first_run, names[0])
+        second_run = _in_setting(second_run, names[1])
+    return Case(problem, first_run, second_run, part=part)
+
+
+def _write_run(
+    batch: Batch, task: Task, layout: Layout, updates: Sequence[Group]
+) -> Run:
+    """Writes the batch as the last update, after earlier ones."""
+    last = lay_out_group(batch, task, layout)
+    return Run(
+        acts=[*updates, last],
+        label=_describe_layout(layout),
+        ranks=len(layout),
+    )
+
+
+def _draw_sizes(
+    draw: Draw, capabilities: Capabilities, change: Change
+) -> tuple[list[Draw], int]:
+    """Draws a number of microbatches, each with its own choices, and a number of ranks."""
+    sizes = range(1, capabilities.ranks + 1)
+    if change == "cut":
+        sizes = range(1, 2)
+    elif change == "ranks":
+        sizes = range(2, capabilities.ranks + 1)
+    fewest = 1 if change == "padding" else 2
+    fitting: dict[int, list[int]] = {}
+    for count in range(fewest, 10):
+        if capabilities.uneven_ranks:
+            fitting[count] = list(sizes)
+        else:
+            fitting[count] = [size for size in sizes if count % size == 0]
+    counts = [count for count, fits in fitting.items() if fits]
+    parts = draw.many(counts)
+    size = draw.one(fitting[len(parts)])
+    return parts, size
+
+
+def _spread_over_ranks(
+    rows: Cut, parts: Sequence[Draw], size: int, *, uneven: bool
+) -> Layout:
+    """Puts each microbatch on a rank: any one, or as many on each."""
+    layout: list[list[Part]] = [[] for _ in range(size)]
+    for i, numbers in enumerate(rows):
+        rank = i * size // len(rows)
+        if uneven:
+            rank = parts[i].one(range(size))
+        layout[rank].append(Part(numbers))
+    return layout
+
+
+def _first_layout(layout: Layout, rows: Cut, change: Change) -> Layout:
+    """Writes the group as one microbatch, or on one rank, if the second run does not."""
+    if change in ("cut", "all"):
+        all_rows = [row for numbers in rows for row in numbers]
+        return [[Part(all_rows)]]
+    if change == "ranks":
+        return [[Part(numbers) for numbers in rows]]
+    return layout
+
+
+def _shuffle(draw: Draw, layout: Layout) -> Layout:
+    """Reorders ranks, microbatches and rows; it reverses all if nothing has moved."""
+    shuffled = []
+    for share in draw.order(layout):
+        parts = []
+        for part in draw.order(share):
+            rows = draw.order(part.rows)
+            parts.append(Part(rows))
+        shuffled.append(parts)
+    return _reverse(layout) if shuffled == layout else shuffled
+
+
+def _reverse(layout: Layout) -> Layout:
+    backwards = []
+    for share in reversed(layout):
+        parts = []
+        for part in reversed(share):
+            rows = part.rows[::-1]
+            parts.append(Part(rows))
+        backwards.append(parts)
+    return backwards
+
+
+def _renumber_rows(layout: Layout, order: Sequence[int]) -> Layout:
+    renumbered = []
+    for share in layout:
+        parts = []
+        for part in share:
+            rows = [order[row] for row in part.rows]
+            parts.append(Part(rows))
+        renumbered.append(parts)
+    return renumbered
+
+
+def _join_updates(run: Run) -> Run:
+    """Puts the microbatches of all ranks on one in earlier updates; single ones are given twice.
+
+    Twice a half of a gradient is the gradient, to the bit.
+    """
+    *updates, last = run.groups
+    joined: list[Group] = []
+    for group in updates:
+        batches = [batch for share in group for batch in share]
+        if len(batches) == 1:
+            batches = batches * 2
+        joined.append([batches])
+    note = "after updates whose single microbatches are given twice"
+    return run._replace(acts=[*joined, last], label=f"{run.label}, {note}")
+
+
+def _describe_layout(layout: Layout) -> str:
+    words = []
+    for rank, share in enumerate(layout):
+        parts = " | ".join(str(part) for part in share)
+        text = f"rows {parts}" if share else "nothing"
+        words.append(f"{text} on rank {rank}" if len(layout) > 1 else text)
+    return "; ".join(words)
+
+
+def _with_looks(run: Run, trainer: Any, part: str) -> Run:
+    """Looks at the trainer between all acts, and restarts it."""
+    between: list[Act] = ["look"]
+    # Bits after a restart are T16's.
+    if part != "bits" and isinstance(trainer, Resumable):
+        between.append("restart")
+    acts: list[Act] = ["look"]
+    for act in run.acts:
+        acts += [act, *between]
+    return run._replace(acts=acts, label="the same again, and looked at")
+
+
+def _in_setting(run: Run, name: str) -> Run:
+    return run._replace(label=f"{run.label} in the setting {name!r}", setting=name)
+
+
+class _Interruption(NamedTuple):
+    """Holds an act that makes no difference, and its name."""
+
+    act: Act
+    label: str
+
+
+def draw_interrupted(
+    draw: Draw,
+    trainer: Any,
+    act: Literal["restart", "save"] | None = None,
+    dropout: float = 0.0,
+) -> Case:
+    """Draws updates, and the same with something between them that makes no difference.
+
+    Without ``act`` that is an update which changes nothing.
+    """
+    capabilities = trainer.capabilities
+    keyed = dropout > 0
+    sizes = range(1, capabilities.ranks + 1)
+    size = draw.one(sizes)
+    counts = range(1, 7)
+    updates = draw_updates(draw, capabilities, counts, size, keyed=keyed)
+    batch = updates[0][0][0]
+    can_skip = capabilities.skips_nonfinite and "y" in batch
+    if act == "restart":
+        interruption = _Interruption(act, "saved and put back")
+    elif act == "save":
+        interruption = _Interruption(act, "saved")
+    elif can_skip and draw.one([False, True]):
+        interruption = _draw_nonfinite_update(draw, batch, size)
+    else:
+        interruption = _draw_empty_update(draw, capabilities, batch, size)
+    end = len(updates)
+    options = range(end, -1, -1)  # The end is the simplest.
+    indices = []
+    for index_draw in draw.many(range(1, 3)):
+        indices.append(index_draw.one(options))
+    indices.sort()
+    acts: list[Act] = list(updates)
+    for index in reversed(indices):
+        acts.insert(index, interruption.act)
+    numbers = " and ".join(str(index + 1) for index in indices)
+    reports = Case.reports
+    if act is not None:
+        # A trainer that has just loaded a state need not report the update before.
+        reports = ("evaluation",)
+    elif end in indices:
+        # The last update of the second run is the one that changes nothing.
+        reports = ()
+    return Case(
+        problem=draw_problem(draw, capabilities, dropout=dropout),
+        first=Run(updates, "one run", size),
+        second=Run(acts, f"{interruption.label} before update {numbers}", size),
+        reports=reports,
+    )
+
+
+def _draw_nonfinite_update(draw: Draw, batch: Batch, size: int) -> _Interruption:
+    """Draws an update that has to be skipped, with a bad target on one rank."""
+    targets = batch["y"].clone()
+    spoilt_rank = draw.one(range(size))
+    counted = batch["w"].nonzero()
+    first_token = tuple(counted[0])
+    targets[first_token] = draw.one([math.nan, math.inf])
+    spoilt = {**batch, "y": targets}
+    others = draw.one([[], [batch]])
+    group = []
+    for rank in range(size):
+        first = spoilt if rank == spoilt_rank else batch
+        group.append([first, *others])
+    label = f"with a target that is not finite on rank {spoilt_rank} of {size}"
+    return _Interruption(group, label)
+
+
+def _draw_empty_update(
+    draw: Draw, capabilities: Capabilities, batch: Batch, size: int
+) -> _Interruption:
+    """Draws an update without tokens, or without microbatches."""
+    counts = [draw.one(range(3)) for _ in range(size)]
+    if not capabilities.uneven_ranks:
+        counts = [counts[0]] * size
+    empty = Part([-1])
+    layout = [[empty] * count for count in counts]
+    group = lay_out_group(batch, capabilities.task, layout)
+    label = f"with {counts} microbatches without tokens on the ranks"
+    return _Interruption(group, label)
