@@ -294,6 +294,7 @@ def rejected_by(mutant: Mutant, tests: list[str], patience: float) -> str | None
         for name in (
             "tests",
             "proofs",
+            "support",
             "pyproject.toml",
             "README.md",
             "docs",

@@ -1,3 +1,3 @@
 """Loads the Hypothesis profile before any test is collected."""
 
-import proofs.strategies  # noqa: F401
+import support.strategies  # noqa: F401

@@ -16,7 +16,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from proofs import plain_mutants
-from proofs.theorem import Theorem
+from support.theorem import Theorem
 
 README = Path(__file__).with_name("README.md")
 BUGS = range(1, 54)

@@ -7,8 +7,8 @@ import inspect
 from types import ModuleType
 from typing import NamedTuple
 
-from proofs import plain_loop
 from purestep.testing import Trainer
+from support import plain_loop
 
 Patches = list[tuple[str, str]]
 """Words of the loop, and their replacements."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from proofs.models import Batch, integer_loss
+from support.models import Batch, integer_loss
 
 Loss = Callable[[Any, Batch], Tensor]
 

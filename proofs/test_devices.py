@@ -23,9 +23,9 @@ from proofs import (
     test_t15_random as t15,
     test_t17_denominators as t17,
 )
-from proofs.devices import DEVICE_TYPE, ON_DEVICE, move_case
-from proofs.strategies import StepCase
-from proofs.theorem import PURESTEP, Theorem
+from support.devices import DEVICE_TYPE, ON_DEVICE, move_case
+from support.strategies import StepCase
+from support.theorem import PURESTEP, Theorem
 
 # torch.utils.checkpoint asks for a module of torch that is called as the device, and there is no
 # torch.lazy, which has no sparse tensors either. Experts ask which tokens they have.

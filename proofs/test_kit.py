@@ -15,9 +15,9 @@ from benchmarks.mistakes import kit
 from benchmarks.mistakes.mistake import Mistake, build_trainer
 from benchmarks.trainers import with_purestep
 from proofs.mutants import UNSEEN
-from proofs.plain_loop import PlainLoop
 from proofs.plain_mutants import BUGS, Bug, build
 from purestep.testing import LAWS, Capabilities, Problem
+from support.plain_loop import PlainLoop
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "as it is": {},

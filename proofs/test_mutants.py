@@ -6,7 +6,7 @@ import pytest
 
 from proofs import mutants
 from proofs.mutants import BUGS, MUTANTS, Mutant
-from proofs.theorem import PURESTEP
+from support.theorem import PURESTEP
 
 EXAMPLES = 600
 """At most this many cases are tried; nearly every mutant fails one of the first few."""

@@ -12,21 +12,21 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from proofs.ranks import (
+from proofs.test_t02_ranks import GRID
+from proofs.test_t11_collectives import LAWS, blocks, check_separate_ranks
+from proofs.test_t12_shard import layers_case
+from proofs.test_t15_random import Loss, by_hand, keyed_case
+from purestep.testing.processes import World
+from support.ranks import (
     Run,
     check_context_parallel,
     check_metrics,
     check_step,
     check_tensor_parallel,
 )
-from proofs.strategies import GATHERS, StepCase, builds, steps
-from proofs.test_t02_ranks import GRID
-from proofs.test_t11_collectives import LAWS, blocks, check_separate_ranks
-from proofs.test_t12_shard import layers_case
-from proofs.test_t15_random import Loss, by_hand, keyed_case
-from proofs.theorem import PURESTEP
-from proofs.worlds import NUM_PROCESSES, on_processes
-from purestep.testing.processes import World
+from support.strategies import GATHERS, StepCase, builds, steps
+from support.theorem import PURESTEP
+from support.worlds import NUM_PROCESSES, on_processes
 
 RANKS: dict[str, Any] = {
     "axes": ["threads"],

@@ -14,17 +14,20 @@ import torch
 from hypothesis import strategies as st
 
 import purestep as ps
-from proofs import models
-from proofs.optimizers import CAPTURE
 from proofs.programs import CLOSED_OVER, PROGRAMS, make_module_loss
-from proofs.ranks import (
+from purestep import tree
+from purestep.testing.bounds import rounding_bound
+from purestep.testing.specification import spec
+from support import models
+from support.optimizers import CAPTURE
+from support.ranks import (
     check_step,
     check_within_bound,
     loss_with_aux,
     take_step,
     without_tokens,
 )
-from proofs.strategies import (
+from support.strategies import (
     AXES,
     Batch,
     Chooser,
@@ -36,11 +39,8 @@ from proofs.strategies import (
     steps,
     try_call,
 )
-from proofs.texts import RealStepCase, real_steps
-from proofs.theorem import System, as_tests, theorem
-from purestep import tree
-from purestep.testing.bounds import rounding_bound
-from purestep.testing.specification import spec
+from support.texts import RealStepCase, real_steps
+from support.theorem import System, as_tests, theorem
 
 CUT: dict[str, Any] = {"ranks": [1], "shuffled": False, "padded": False}
 EXACT: dict[str, Any] = {**CUT, "dtypes": [torch.float64], "trees": True}

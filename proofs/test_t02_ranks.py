@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 import purestep as ps
-from proofs import models, test_t01_cut as t01
-from proofs.ranks import check_context_parallel, check_metrics, check_step
-from proofs.strategies import Case, StepCase, builds, get_weights, make_case, steps
-from proofs.texts import real_steps
-from proofs.theorem import System, as_tests, theorem
-from proofs.worlds import on_threads
+from proofs import test_t01_cut as t01
 from purestep import tree
+from support import models
+from support.counting_axis import CountingAxis
+from support.ranks import check_context_parallel, check_metrics, check_step
+from support.strategies import Case, StepCase, builds, get_weights, make_case, steps
+from support.texts import real_steps
+from support.theorem import System, as_tests, theorem
+from support.worlds import on_threads
 
 RANKS: Any = {"axes": ("simulated", "threads"), "ranks": (2, 3, 4)}
 GRID: Any = {
@@ -50,23 +51,6 @@ rank_terms = theorem("T2", STEPS_WITH_TERMS)(t01.terms.claim)
 
 SCALED_TEXTS = st.tuples(real_steps(**RANKS), t01.SCALES)
 ranks_within_bound = theorem("T2", SCALED_TEXTS)(t01.cut_within_bound.claim)
-
-
-class CountingAxis(ps.LocalAxis):
-    """One rank that counts the calls of each collective, with their sizes."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-
-    def apply(self, op: str, x: Tensor) -> Tensor:
-        """Records the law with its size, and applies it."""
-        if op != "pvary":
-            self.calls.append((op, x.numel()))
-        return super().apply(op, x)
-
-    def apply_tree(self, op: str, x: Any) -> Any:
-        """Applies the law to each leaf."""
-        return tree.map(lambda leaf: self.apply(op, leaf), x)
 
 
 @theorem("T2", st.tuples(builds(make_case), st.integers(2, 9)))

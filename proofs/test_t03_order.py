@@ -1,7 +1,7 @@
 """T3, order. No permutation of sequences, microbatches or ranks changes the step."""
 
-from proofs.ranks import check_step, take_step
-from proofs.strategies import (
+from support.ranks import check_step, take_step
+from support.strategies import (
     Chooser,
     Groups,
     StepCase,
@@ -10,7 +10,7 @@ from proofs.strategies import (
     make_groups,
     make_step_case,
 )
-from proofs.theorem import System, as_tests, theorem
+from support.theorem import System, as_tests, theorem
 
 
 def make_reordered_case(choose: Chooser) -> tuple[StepCase, Groups]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from proofs.ranks import check_metrics, check_step
-from proofs.strategies import Batch, StepCase, steps
-from proofs.theorem import System, as_tests, theorem
+from support.ranks import check_metrics, check_step
+from support.strategies import Batch, StepCase, steps
+from support.theorem import System, as_tests, theorem
 
 
 @theorem("T4", steps())

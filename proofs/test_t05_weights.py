@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs.ranks import check_step, take_step
-from proofs.strategies import Batch, StepCase, assert_same, steps
-from proofs.theorem import System, as_tests, theorem
 from purestep import tree
+from support.ranks import check_step, take_step
+from support.strategies import Batch, StepCase, assert_same, steps
+from support.theorem import System, as_tests, theorem
 
 INTEGER_WEIGHTS = steps(fractional=False)
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from proofs.ranks import take_step
-from proofs.strategies import (
+from purestep import tree
+from support.purity import global_state, storages_in
+from support.ranks import take_step
+from support.strategies import (
     DTYPES,
     Chooser,
     Groups,
@@ -21,8 +23,7 @@ from proofs.strategies import (
     make_step_case,
     steps,
 )
-from proofs.theorem import System, as_tests, theorem
-from purestep import tree
+from support.theorem import System, as_tests, theorem
 
 ONE_RANK: dict[str, Any] = {"axes": ["one"], "ranks": [1], "donate": False}
 
@@ -35,22 +36,6 @@ def make_step(system: System, drawn: StepCase) -> Any:
         case.optimizer,
         weight_fn=get_weights,
         **setup.settings,
-    )
-
-
-def storages_in(value: Any) -> set[torch.UntypedStorage]:
-    """Returns the storages of the leaves that have elements."""
-    return {leaf.untyped_storage() for leaf in tree.leaves(value) if leaf.numel()}
-
-
-def global_state() -> tuple[Any, ...]:
-    """Returns the global state that a step does not change."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_num_threads(),
     )
 
 

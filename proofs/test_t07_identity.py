@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from proofs.ranks import take_step
-from proofs.strategies import Batch, Groups, StepCase, assert_same, stack_trees, steps
 from proofs.test_t06_purity import make_step
-from proofs.theorem import System, as_tests, theorem
 from purestep import tree
+from support.ranks import take_step
+from support.strategies import Batch, Groups, StepCase, assert_same, stack_trees, steps
+from support.theorem import System, as_tests, theorem
 
 
 def without_weights(batch: Batch) -> Batch:

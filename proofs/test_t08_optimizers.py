@@ -4,26 +4,36 @@ The recipes within the rounding of each step; ``from_torch`` to the bit, and so 
 torch's fused kernel: in place for every leaf, by its formula where leaves are whole vectors.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 import purestep as ps
-from proofs.ranks import addresses
-from proofs.strategies import Chooser, assert_same, builds, mask_matrices
-from proofs.test_t06_purity import storages_in
 from purestep import tree
 from purestep.testing.bounds import rounding_bound
+from support.random_updates import (
+    iterate_states,
+    random_grads,
+    random_params,
+)
+from support.strategies import Chooser, assert_same, builds, mask_matrices
+from support.torch_algorithms import (
+    ALGORITHMS,
+    SHAPES,
+    WHOLE_VECTORS,
+    Make,
+    Namesake,
+    inverse,
+    shapes_of,
+)
 
 STEPS = 30
 SMALL = {"matrix": (3, 2), "vector": (4,)}
 DTYPES = [torch.float64, torch.float32]
-Make = Callable[[list[Any]], torch.optim.Optimizer]
 
 
 class Pair(NamedTuple):
@@ -122,91 +132,6 @@ def test_equals_namesake(pair: Pair, dtype: torch.dtype, seed: int) -> None:
         assert ((leaf - expected).abs() <= roundings * distance.max()).all()
 
 
-MATRICES = {"wide": (4, 6), "nested": {"tall": (5, 3)}}
-SHAPES = {**MATRICES, "rest": [(17,), (), (2, 3, 4)]}
-WHOLE_VECTORS = [(16,), (4, 8), (2, 3, 16), (160,), (64, 80)]
-"""Numbers of elements that are multiples of sixteen, the longest vector of a CPU."""
-
-
-LOOP: dict[str, bool] = {}
-KERNELS = [LOOP, {"foreach": True}, {"fused": True}]
-HAS_FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
-ASCENT: dict[str, Any] = {"maximize": True}
-DECAY: dict[str, Any] = {"weight_decay": 0.1}
-UPHILL = {**ASCENT, **DECAY}
-MOMENTUM: dict[str, Any] = {"momentum": 0.9}
-NESTEROV = {**MOMENTUM, "nesterov": True}
-MEANS: dict[str, Any] = {"betas": (0.5, 0.9)}
-DECOUPLED = {**DECAY, "decoupled_weight_decay": True}
-START: dict[str, Any] = {"initial_accumulator_value": 0.3}
-AMSGRAD: dict[str, Any] = {"amsgrad": True}
-ADAM = [
-    {},
-    {**MEANS, **DECAY, "eps": 1e-3},
-    {**AMSGRAD, **DECAY},
-    {**AMSGRAD, **ASCENT},
-]
-SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "SGD": [
-        {},
-        DECAY,
-        MOMENTUM,
-        {**MOMENTUM, **DECAY, "dampening": 0.5},
-        NESTEROV,
-        {**NESTEROV, **DECAY},
-        {**MOMENTUM, **UPHILL},
-    ],
-    "Adam": [*ADAM, DECOUPLED],
-    "AdamW": ADAM,
-    "RMSprop": [
-        {},
-        {"centered": True, "alpha": 0.9},
-        {**MOMENTUM, **DECAY},
-        {**MOMENTUM, "centered": True, **UPHILL},
-        ASCENT,
-    ],
-    "Adagrad": [{}, START, {"lr_decay": 0.1, **START, **UPHILL}, ASCENT],
-    "Adafactor": [
-        {},
-        {"d": 1.5, "beta2_decay": -0.5, "eps": (1e-6, 1e-2)},
-        UPHILL,
-        ASCENT,
-    ],
-    "Adadelta": [{}, {"rho": 0.5}, UPHILL, ASCENT],
-    "NAdam": [{}, DECAY, DECOUPLED, {"momentum_decay": 0.1, **UPHILL}, ASCENT],
-    "RAdam": [{}, DECAY, DECOUPLED, {**MEANS, **UPHILL}, ASCENT],
-    "Adamax": [{}, MEANS, UPHILL, ASCENT],
-    "Rprop": [{}, {"etas": (0.4, 1.3), "step_sizes": (1e-3, 0.2)}, ASCENT],
-    "ASGD": [{}, {"t0": 3.0, "lambd": 0.1, "alpha": 0.5}, UPHILL, ASCENT],
-    "Muon": [
-        {},
-        {"nesterov": False, "momentum": 0.5},
-        {"weight_decay": 0.0, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"},
-    ],
-}
-
-
-class Algorithm(NamedTuple):
-    """A class of ``torch.optim``, settings of it, and its kernels on the host."""
-
-    cls: Any
-    settings: list[dict[str, Any]]
-    kernels: list[dict[str, bool]]
-
-
-def kernels_of(name: str) -> list[dict[str, bool]]:
-    """Returns the kernels that an algorithm has on the host."""
-    if name in HAS_FUSED:
-        return KERNELS
-    if name == "Muon":
-        return [LOOP]
-    return [LOOP, {"foreach": True}]
-
-
-ALGORITHMS = {
-    name: Algorithm(getattr(torch.optim, name), settings, kernels_of(name))
-    for name, settings in SETTINGS.items()
-}
 RATES = ["number", "default", "tensor", "schedule"]
 CASES = [
     pytest.param(
@@ -216,122 +141,6 @@ CASES = [
     for kernel in algorithm.kernels
     for number in range(len(algorithm.settings))
 ]
-
-
-def inverse(step: Any) -> Any:
-    """Computes a schedule for both libraries: of a tensor, and of a number."""
-    if isinstance(step, Tensor):
-        step = step.to(torch.float64)
-    return 1 / (1 + step)
-
-
-class Namesake:
-    """Runs the torch.optim object the usual way: leaves that require grad, ``.grad``, ``step()``."""
-
-    def __init__(self, params: Any, make: Make, *, scheduled: bool = False) -> None:
-        self.params = tree.map(lambda leaf: leaf.clone().requires_grad_(), params)
-        self.leaves = tree.leaves(self.params)
-        self.optimizer = make(self.leaves)
-        self.scheduler = LambdaLR(self.optimizer, inverse) if scheduled else None
-        self.steps = 0
-
-    def step(self, grads: Any) -> None:
-        """Takes a step on these gradients."""
-        for leaf, grad in zip(self.leaves, tree.leaves(grads), strict=True):
-            leaf.grad = grad.clone()
-        self.optimizer.step()
-        if self.scheduler:
-            self.scheduler.step()
-        self.steps += 1
-
-    def state(self) -> Any:
-        """Returns the state that ``from_torch`` has to have."""
-        states = [dict(self.optimizer.state[leaf]) for leaf in self.leaves]
-        _, structure = tree.flatten(self.params)
-        leaves = tree.unflatten(structure, states)
-        return ps.optim.TorchState(torch.tensor(self.steps), leaves)
-
-
-def random_params(shapes: Any, dtype: torch.dtype, generator: torch.Generator) -> Any:
-    """Draws normal numbers, in a tree like that of the shapes."""
-    if isinstance(shapes, dict):
-        params = {}
-        for key, below in shapes.items():
-            params[key] = random_params(below, dtype, generator)
-        return params
-    if isinstance(shapes, list):
-        return [random_params(below, dtype, generator) for below in shapes]
-    return torch.randn(shapes, generator=generator, dtype=dtype)
-
-
-def random_grads(params: Any, generator: torch.Generator) -> Any:
-    """Draws normal numbers, and now and then an exact zero."""
-
-    def draw(leaf: Tensor) -> Tensor:
-        present = torch.rand(leaf.shape, generator=generator) > 0.2
-        normal = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
-        return normal * present
-
-    return tree.map(draw, params)
-
-
-def signature_of(value: Any) -> list[Any]:
-    """Returns the structure, dtypes and shapes, which stay what ``init`` makes them."""
-    leaves, structure = tree.flatten(value)
-    return [structure, *((leaf.dtype, leaf.shape) for leaf in leaves)]
-
-
-def iterate_states(
-    optimizer: ps.optim.Optimizer,
-    params: Any,
-    grads: Iterable[Any],
-    *,
-    formula: bool = True,
-) -> Iterator[Any]:
-    """Yields ``(params, opt_state)`` after each update, which is the same to the bit in place.
-
-    ``update`` leaves its arguments alone. ``update_`` writes to the same memory, and is the identity
-    where it does not apply. Structure, dtypes and shapes are those of ``init``. Without
-    ``formula``, a kernel rounds otherwise than ``update``, which is not called.
-    """
-    state = (params, optimizer.init(params))
-    expected_kinds = signature_of(state)
-    for grad in grads:
-        if formula:
-            new_state = check_update(optimizer, grad, state)
-        else:
-            new_state = update_in_place(optimizer, grad, state, None)
-        assert signature_of(new_state) == expected_kinds
-        for applied in (None, torch.tensor(True), torch.tensor(False)):
-            expected = state if applied is not None and not applied else new_state
-            actual = update_in_place(optimizer, grad, state, applied)
-            assert_same(actual, expected, f"state where {applied=}")
-        state = new_state
-        yield state
-
-
-def check_update(optimizer: ps.optim.Optimizer, grad: Any, state: Any) -> Any:
-    """Updates out of place, and checks that inputs stay as they are and share no memory with outputs."""
-    params, opt_state = state
-    inputs = (grad, opt_state, params)
-    before = tree.map(torch.clone, inputs)
-    new_state = optimizer.update(*inputs)
-    assert_same(inputs, before, "(grads, opt_state, params)")
-    shared = storages_in(new_state) & storages_in(inputs)
-    assert not shared, "an output lives in an input's storage"
-    return new_state
-
-
-def update_in_place(
-    optimizer: ps.optim.Optimizer, grad: Any, state: Any, applied: Tensor | None
-) -> Any:
-    """Updates copies in place, and checks that they stay where they are in memory."""
-    assert optimizer.update_ is not None
-    grad, params, opt_state = tree.map(torch.clone, (grad, *state))
-    before = addresses((params, opt_state))
-    new_state = optimizer.update_(grad, opt_state, params, applied)
-    assert addresses(new_state) == before
-    return new_state
 
 
 def assert_follows(
@@ -361,11 +170,6 @@ def test_no_algorithm_is_forgotten() -> None:
         name for name, value in vars(torch.optim).items() if isinstance(value, type)
     }
     assert names - {"Optimizer", "LBFGS", "SparseAdam"} == ALGORITHMS.keys()
-
-
-def shapes_of(name: str) -> Any:
-    """Returns shapes that an algorithm updates: Muon is for matrices."""
-    return MATRICES if name == "Muon" else SHAPES
 
 
 class RatePair(NamedTuple):

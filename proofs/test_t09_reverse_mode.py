@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, strategies as st
 
 import purestep as ps
-from proofs import models
-from proofs.strategies import assert_same, builds
-from proofs.texts import RealCase, make_real_case
+from support import models
+from support.strategies import assert_same, builds
+from support.texts import RealCase, make_real_case
 
 Transform = Callable[..., Callable[..., Any]]
 TRANSFORMS: tuple[Transform, ...] = (ps.grad_and_value, torch.func.grad_and_value)

@@ -14,8 +14,10 @@ from hypothesis import assume, strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs.optimizers import CAPTURE, EPS, RECIPES
-from proofs.strategies import (
+from purestep import tree
+from purestep.testing.bounds import rounding_bound
+from support.optimizers import CAPTURE, EPS, RECIPES
+from support.strategies import (
     Batch,
     Chooser,
     assert_same,
@@ -25,9 +27,7 @@ from proofs.strategies import (
     get_weights,
     stack_trees,
 )
-from proofs.theorem import PURESTEP, System, as_tests, theorem
-from purestep import tree
-from purestep.testing.bounds import rounding_bound
+from support.theorem import PURESTEP, System, as_tests, theorem
 
 
 def make_scheduled(rate: Any) -> ps.optim.Optimizer:

@@ -16,11 +16,11 @@ from hypothesis import given
 from torch import Tensor
 
 import purestep as ps
-from proofs.models import integers
-from proofs.ranks import Run
-from proofs.strategies import Chooser, assert_same, builds
-from proofs.worlds import Ranks, on_threads
 from purestep import tree
+from support.models import integers
+from support.ranks import Run
+from support.strategies import Chooser, assert_same, builds
+from support.worlds import Ranks, on_threads
 
 
 class Law(NamedTuple):

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs.parallel import tensor_parallel_step
-from proofs.ranks import (
+from purestep import tree
+from support.parallel import tensor_parallel_step
+from support.ranks import (
     check_metrics,
     check_tensor_parallel,
     run_simulated,
     step_on_full_params,
 )
-from proofs.strategies import (
+from support.strategies import (
     GATHERS,
     Chooser,
     StepCase,
@@ -32,9 +33,8 @@ from proofs.strategies import (
     stack_ranks,
     steps,
 )
-from proofs.theorem import System, as_tests, theorem
-from proofs.worlds import Grid, Ranks, on_threads
-from purestep import tree
+from support.theorem import System, as_tests, theorem
+from support.worlds import Grid, Ranks, on_threads
 
 SHARDED: dict[str, Any] = {"dtypes": [torch.float64], "gathers": GATHERS}
 UNEVEN_GRIDS = [(0, 1), (0, 5), (1, 3), (2, 2), (2, 6)]

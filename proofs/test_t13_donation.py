@@ -7,7 +7,9 @@ import torch
 from hypothesis import strategies as st
 
 import purestep as ps
-from proofs.strategies import (
+from purestep import tree
+from support.purity import storages_in
+from support.strategies import (
     Batch,
     Case,
     StepCase,
@@ -19,9 +21,7 @@ from proofs.strategies import (
     steps,
     try_call,
 )
-from proofs.test_t06_purity import storages_in
-from proofs.theorem import System, as_tests, theorem
-from purestep import tree
+from support.theorem import System, as_tests, theorem
 
 SECOND_GROUPS: list[Callable[[Batch], Batch]] = [
     lambda part: part,

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs import models
-from proofs.optimizers import CAPTURE
-from proofs.ranks import check_step
-from proofs.strategies import (
+from purestep import tree
+from support import models
+from support.optimizers import CAPTURE
+from support.ranks import check_step
+from support.strategies import (
     Batch,
     Case,
     Chooser,
@@ -31,9 +32,8 @@ from proofs.strategies import (
     make_case,
     make_cut,
 )
-from proofs.texts import RealCase, make_real_case
-from proofs.theorem import System, as_tests, theorem
-from purestep import tree
+from support.texts import RealCase, make_real_case
+from support.theorem import System, as_tests, theorem
 
 FLOATS = [torch.float64, torch.float32]
 SIGNED = [*FLOATS, torch.int64, torch.int32, torch.int8]

@@ -16,9 +16,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from proofs import models
-from proofs.ranks import check_step, check_within_bound
-from proofs.strategies import (
+from purestep import random
+from support import models
+from support.ranks import check_step, check_within_bound
+from support.strategies import (
     Batch,
     Case,
     Chooser,
@@ -28,9 +29,8 @@ from proofs.strategies import (
     make_case,
     make_step_case,
 )
-from proofs.texts import RealStepCase, real_steps
-from proofs.theorem import System, as_tests, theorem
-from purestep import random
+from support.texts import RealStepCase, real_steps
+from support.theorem import System, as_tests, theorem
 
 Loss = Callable[[Any, Batch], Tensor]
 

@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
-from proofs import models
-from proofs.optimizers import OPTIMIZERS
-from proofs.strategies import (
+from purestep import tree
+from purestep.testing.processes import World, values
+from support import models
+from support.optimizers import OPTIMIZERS
+from support.strategies import (
     LAYOUTS,
     Batch,
     Chooser,
@@ -35,9 +37,7 @@ from proofs.strategies import (
     make_case,
     make_cut,
 )
-from proofs.theorem import PURESTEP, System, as_tests, theorem
-from purestep import tree
-from purestep.testing.processes import World, values
+from support.theorem import PURESTEP, System, as_tests, theorem
 
 ADAPTED = {
     name: ps.optim.from_torch(getattr(torch.optim, name), lr=0.01)

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 import purestep as ps
-from proofs.optimizers import OPTIMIZERS
-from proofs.ranks import take_step
-from proofs.strategies import (
+from purestep import tree
+from purestep.testing.specification import spec
+from support.optimizers import OPTIMIZERS
+from support.ranks import take_step
+from support.strategies import (
     WEIGHTS,
     Batch,
     Case,
@@ -32,9 +34,7 @@ from proofs.strategies import (
     make_opt_state,
     steps,
 )
-from proofs.theorem import System, as_tests, theorem
-from purestep import tree
-from purestep.testing.specification import spec
+from support.theorem import System, as_tests, theorem
 
 
 class Normalization(NamedTuple):

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import proofs.strategies  # noqa: F401
-from proofs.ranks import Run
-from proofs.worlds import NUM_PROCESSES, Ranks, on_processes, on_threads
+import support.strategies  # noqa: F401
 from purestep.testing.processes import World
+from support.ranks import Run
+from support.worlds import NUM_PROCESSES, Ranks, on_processes, on_threads
 
 pytest.register_assert_rewrite(
     "tests.counted_graphs",

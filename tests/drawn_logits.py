@@ -2,7 +2,7 @@
 
 import torch
 
-from proofs.logits import LogitsCase
+from support.logits import LogitsCase
 
 
 def draw_problem(

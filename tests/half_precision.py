@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from proofs.test_t08_optimizers import random_params
+from support.random_updates import random_params
 
 HALVES = [torch.bfloat16, torch.float16]
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from purestep.tree import leaves
-from tests.torch_private import TorchDispatchMode
+from support.torch_private import TorchDispatchMode
 
 
 def tensor_leaves(*values: Any) -> list[Tensor]:

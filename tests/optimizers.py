@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 import purestep as ps
-from proofs.strategies import RECIPES as RECIPES
-from proofs.test_t08_optimizers import iterate_states as iterate_states
+from support.random_updates import iterate_states as iterate_states
+from support.strategies import RECIPES as RECIPES
 
 PARAMS = {
     "w": torch.ones(2, 2),

@@ -8,12 +8,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
 import purestep as ps
-from proofs.devices import Waits, get_device as lazy
 from purestep import tree
 from purestep.axis.mesh import LOST_CONNECTION
 from purestep.objective import weighted_sum
 from purestep.sharding.layout import reduce_axes, shards_over
 from purestep.testing import ThreadAxis
+from support.devices import Waits, get_device as lazy
 from tests.memory import CountOperations
 from tests.sharded_checkpoints import group_of_one
 

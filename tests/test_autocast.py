@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same, stack_trees
 from purestep import tree
+from support.strategies import assert_same, stack_trees
 from tests.half_precision import (
     count_tokens,
     draw_training,

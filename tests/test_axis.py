@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same
-from proofs.worlds import Ranks, on_threads
 from purestep import tree
 from purestep.testing import ThreadAxis
+from support.strategies import assert_same
+from support.worlds import Ranks, on_threads
 from tests.uneven_ranks import SGD, Batch, cut_batch, make_arguments, run_step
 
 pytestmark = pytest.mark.timeout(60)

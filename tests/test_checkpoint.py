@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.devices import get_device
 from purestep import checkpoint, tree
+from support.devices import get_device
 from tests.checkpoint_states import (
     UNSUPPORTED_DTYPES,
     assert_same_bits,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same
 from purestep.compiling.graph import drop_guards, drop_library_guards
+from support.strategies import assert_same
+from support.torch_private import limit_recompilations
 from tests import counted_graphs
 from tests.counted_graphs import (
     ADAM,
@@ -25,7 +26,6 @@ from tests.counted_graphs import (
     make_step,
     run_steps,
 )
-from tests.torch_private import limit_recompilations
 
 ADAMW = ps.optim.adamw(0.125)
 from_torch = partial(ps.optim.from_torch, lr=0.125)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same
-from proofs.worlds import Grid, Ranks, on_processes
 from purestep.testing.processes import World
 from purestep.types import Gather
+from support.strategies import assert_same
+from support.worlds import Grid, Ranks, on_processes
 from tests.uneven_ranks import (
     SGD,
     Batch,

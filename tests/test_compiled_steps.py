@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import purestep as ps
-from proofs.strategies import assert_same
 from purestep import tree
 from purestep.types import UpdateStep
+from support.strategies import assert_same
+from support.torch_private import limit_recompilations
 from tests.counted_graphs import (
     ADAM,
     AOT,
@@ -30,7 +31,6 @@ from tests.counted_graphs import (
     run_steps,
 )
 from tests.square_loss import weigh_by_one
-from tests.torch_private import limit_recompilations
 
 # Dynamo looks at the loss's ``.grad`` when it gives up at the raise.
 pytestmark = pytest.mark.filterwarnings(

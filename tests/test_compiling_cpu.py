@@ -21,7 +21,7 @@ from purestep.compiling.cpu import (
     split_addmm,
     use_onednn,
 )
-from tests import torch_private
+from support import torch_private
 from tests.sharded_checkpoints import group_of_one
 
 Mode = Literal["fake", "symbolic"]

@@ -9,7 +9,7 @@ from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same
+from support.strategies import assert_same
 
 # shift_labels
 

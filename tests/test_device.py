@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 import purestep as ps
-from proofs import models
-from proofs.devices import (
+from purestep import optim, tree
+from support import models
+from support.devices import (
     DEVICE_TYPE,
     SEES_WAITS,
     Waits,
@@ -18,7 +19,7 @@ from proofs.devices import (
     move_case,
     place_like,
 )
-from proofs.strategies import (
+from support.strategies import (
     Batch,
     assert_near,
     assert_same,
@@ -27,7 +28,6 @@ from proofs.strategies import (
     make_integer_batch,
     mask_matrices,
 )
-from purestep import optim, tree
 
 linear = optim.linear_schedule(0.5, 0.25, 4)
 cosine = optim.cosine_decay_schedule(0.5, 8)

@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
-from proofs.ranks import Run
-from proofs.strategies import assert_same
 from purestep import tree
 from purestep.sync.handshake import Status, check_status, encode_status, fingerprint
 from purestep.testing import ThreadAxis
 from purestep.testing.processes import DeadRankError, World
+from support.ranks import Run
+from support.strategies import assert_same
 from tests import uneven_ranks
 from tests.sharded_checkpoints import group_of_one, make_axis as axis_of_all
 from tests.uneven_ranks import (

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from proofs.devices import Waits, get_device as lazy
-from proofs.strategies import assert_same
 from purestep import optim, torch_private, tree
 from purestep.step import apply_update
 from purestep.tree import foreach_where
+from support.devices import Waits, get_device as lazy
+from support.strategies import assert_same
 from tests.memory import CountOperations
 
 SPECIAL = [0.0, -0.0, 1.5, -torch.inf, torch.nan]

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import purestep as ps
-from proofs.strategies import assert_same
 from purestep import tree
 from purestep.testing import ThreadAxis
 from purestep.types import Gather
+from support.strategies import assert_same
 from tests.layer_stack import (
     ADAMW,
     GATHERS,

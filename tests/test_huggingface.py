@@ -12,6 +12,7 @@ from torch import Tensor
 import purestep as ps
 from purestep.nn import huggingface
 from purestep.testing.bounds import rounding_bound
+from support.torch_private import count_forward_hooks
 from tests import model_families
 from tests.model_families import (
     SETTINGS,
@@ -21,7 +22,6 @@ from tests.model_families import (
     make_model,
     with_large_weights,
 )
-from tests.torch_private import count_forward_hooks
 
 # Of torch, for flash attention on a CPU under vmap.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same
 from purestep import tree
+from support.strategies import assert_same
 from tests.memory import CountTouching
 from tests.optimizers import RECIPES, call_update
 

@@ -17,8 +17,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from proofs.strategies import assert_same
 from purestep.random import bernoulli, fold_in, key as make_key, split, with_keys
+from support.strategies import assert_same
+from support.torch_private import attention_in_steps
 from tests.model_families import (
     make_examples,
     make_model,
@@ -26,7 +27,6 @@ from tests.model_families import (
     with_large_weights,
 )
 from tests.module_kinds import FunctionModule, trace
-from tests.torch_private import attention_in_steps
 
 KEYS = split(make_key(5), 3)
 GENERATOR = torch.Generator().manual_seed(0)

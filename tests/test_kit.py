@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import purestep as ps
 from benchmarks.mistakes.right_loops import adamw, divided_first as right
-from proofs.plain_loop import PlainLoop
 from purestep.testing import (
     Capabilities,
     Linear,
@@ -33,6 +32,7 @@ from purestep.testing import (
 )
 from purestep.testing.draws import Draw, counterexample
 from purestep.testing.writing import KINDS, microbatches
+from support.plain_loop import PlainLoop
 
 Batch = dict[str, Tensor]
 Batches = Sequence[Batch]

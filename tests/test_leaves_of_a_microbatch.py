@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same
 from purestep.counts import with_weights
 from purestep.grads.accumulate import accumulate_group
 from purestep.grads.backends import make_backends
 from purestep.tree import accumulation_dtype
+from support.strategies import assert_same
 from tests.memory import LiveBytes
 from tests.square_loss import GRAD_BACKENDS, squares, weigh_by_one
 

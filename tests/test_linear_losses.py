@@ -15,14 +15,14 @@ from torch.func import grad, hessian, jacrev, jvp
 from torch.nn import functional
 
 import purestep as ps
-from proofs.logits import compute_reference, error_bounds
-from proofs.strategies import assert_same
 from purestep import tree
 from purestep.losses import linear_cross_entropy
 from purestep.testing.bounds import rounding_bound
+from support.logits import compute_reference, error_bounds
+from support.strategies import assert_same
+from support.torch_private import compile_and_list_graphs
 from tests.drawn_logits import draw_problem
 from tests.memory import LiveBytes
-from tests.torch_private import compile_and_list_graphs
 
 vjp: Callable[..., Any] = torch.func.vjp
 vmap: Callable[..., Any] = torch.vmap
@@ -244,7 +244,9 @@ def test_a_chunk_that_is_ruled_out(chunk_size: int) -> None:
     bias[4:] = -math.inf
 
     def loss_of_all(hidden: Tensor, weight: Tensor) -> Tensor:
-        losses = linear_cross_entropy(hidden, weight, labels, bias, chunk_size=chunk_size)
+        losses = linear_cross_entropy(
+            hidden, weight, labels, bias, chunk_size=chunk_size
+        )
         return losses.sum()
 
     def loss_of_few(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from proofs.strategies import assert_same
 from purestep.losses import (
     cross_entropy,
     dpo,
@@ -20,6 +19,7 @@ from purestep.losses import (
     policy_gradient,
 )
 from purestep.testing.bounds import rounding_bound
+from support.strategies import assert_same
 from tests.drawn_logits import draw_problem
 
 vjp: Callable[..., Any] = torch.func.vjp

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import purestep as ps
-from proofs.strategies import RECIPES
 from purestep import tree
 from purestep.optim.elementwise import HOST_BYTES
+from support.strategies import RECIPES
 from tests.layer_stack import make_layers, make_rows
 from tests.memory import CountTouching, LiveBytes
 from tests.model_families import enable_checkpoints

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import purestep as ps
-from proofs.ranks import Run
-from proofs.strategies import assert_same
 from purestep import tree
 from purestep.testing.processes import World, values
+from support.ranks import Run
+from support.strategies import assert_same
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import data
 
 import purestep as ps
-from proofs.strategies import assert_same
+from support.strategies import assert_same
 from tests.line_problem import MICROBATCH, PARAMS, SGD, loss_fn, run_step
 from tests.packing_examples import make_examples
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same, label_leaves, mask_matrices
-from proofs.test_t06_purity import storages_in
-from proofs.test_t08_optimizers import random_grads, random_params
 from purestep import tree
 from purestep.step import apply_update
+from support.purity import storages_in
+from support.random_updates import random_grads, random_params
+from support.strategies import assert_same, label_leaves, mask_matrices
 from tests.half_precision import HALVES
 from tests.optimizers import (
     GRADS,

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, strategies as st
 
 import purestep as ps
-from proofs.strategies import assert_same
 from purestep import data
+from support.strategies import assert_same
 from tests.packing_examples import SMALL_LENGTHS, make_examples, partitions
 
 

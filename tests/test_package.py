@@ -157,9 +157,11 @@ def foreign_names(source: str) -> set[str]:
     return private - names_defined(source) - NAMED_TUPLES
 
 
-@pytest.mark.parametrize("folder", ["purestep", "proofs", "tests", "benchmarks"])
+@pytest.mark.parametrize(
+    "folder", ["purestep", "proofs", "support", "tests", "benchmarks"]
+)
 def test_private_names_of_torch_stand_in_one_place(folder: str) -> None:
-    """In purestep/torch_private.py, and what only tests look through in tests/torch_private.py."""
+    """In purestep/torch_private.py, and what only tests look through in support/torch_private.py."""
     foreign = {}
     for file in (ROOT / folder).rglob("*.py"):
         names = foreign_names(file.read_text())

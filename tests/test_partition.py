@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from proofs.strategies import assert_same, label_leaves
-from proofs.test_t08_optimizers import random_grads, random_params, signature_of
 from purestep import optim, tree
+from support.random_updates import random_grads, random_params, signature_of
+from support.strategies import assert_same, label_leaves
 from tests.optimizers import UPDATE_METHODS, call_update, iterate_states
 
 SHAPES = {

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.func import grad, jvp
 
 import purestep as ps
-from proofs.devices import Waits, get_device
-from proofs.strategies import assert_same
 from purestep import random
 from purestep.random import PackedKeys, philox as words_of
+from support.devices import Waits, get_device
+from support.strategies import assert_same
 
 MASK = 2**32 - 1
 

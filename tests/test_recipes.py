@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 import purestep as ps
-from proofs.strategies import cut_batch
 from purestep import tree
 from purestep.examples.differential_privacy import (
     init,
@@ -21,6 +20,7 @@ from purestep.examples.differential_privacy import (
 )
 from purestep.examples.noise_scale import compute_noise_scale, measured_update_step
 from purestep.testing.bounds import rounding_bound
+from support.strategies import cut_batch
 
 Batch = dict[str, Tensor]
 ROWS = 5

@@ -17,12 +17,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from proofs.strategies import assert_same
 from purestep import tree
 from purestep.torch_private import may_draw_random
+from support.strategies import assert_same
+from support.torch_private import attention
 from tests.memory import LiveBytes
 from tests.module_kinds import FunctionModule
-from tests.torch_private import attention
 
 Function = Callable[..., Any]
 SGD = ps.optim.sgd(0.5)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.test_t02_ranks import CountingAxis
 from purestep import tree
 from purestep.testing import ThreadAxis
+from support.counting_axis import CountingAxis
 
 SIZE = 3
 TP = ps.VmapAxis(2)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 import purestep as ps
 from purestep import tree
+from support.torch_private import FakeTensorMode
 from tests.checkpoint_states import (
     DTYPES,
     UNSUPPORTED_DTYPES,
@@ -26,7 +27,6 @@ from tests.checkpoint_states import (
     state_of_all_dtypes,
     zeros_like,
 )
-from tests.torch_private import FakeTensorMode
 
 
 class Part(Enum):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same
 from purestep import tree
+from support.strategies import assert_same
 from tests.optimizers import GRADS, PARAMS, RECIPES, UPDATE_METHODS, call_update
 
 OTHERS: dict[str, Any] = {

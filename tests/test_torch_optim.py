@@ -10,16 +10,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import purestep as ps
-from proofs.strategies import assert_same
-from proofs.test_t06_purity import global_state, storages_in
-from proofs.test_t08_optimizers import (
-    ALGORITHMS,
-    Namesake,
-    random_grads,
-    random_params,
-    shapes_of,
-)
 from purestep import tree
+from support.purity import global_state, storages_in
+from support.random_updates import random_grads, random_params
+from support.strategies import assert_same
+from support.torch_algorithms import ALGORITHMS, Namesake, shapes_of
 from tests.optimizers import UPDATE_METHODS, call_update, iterate_states
 
 PARAMS = {

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.ranks import Run
-from proofs.strategies import assert_same
 from purestep import tree
 from purestep.testing import ThreadAxis
 from purestep.types import Gather
+from support.ranks import Run
+from support.strategies import assert_same
+from support.torch_private import TorchDispatchMode
 from tests.layer_stack import loss_for, make_layers, make_rows, weigh_ones
-from tests.torch_private import TorchDispatchMode
 from tests.uneven_ranks import (
     FAILING_RANK,
     SGD,

@@ -14,7 +14,7 @@ from purestep import tree
 from purestep.tree.norms import SMALL_LEAF
 from purestep.tree.ops import format_leaf as describe_leaf
 from purestep.tree.tracing import concrete
-from tests.torch_private import FakeTensorMode
+from support.torch_private import FakeTensorMode
 
 register: Any = optree.dataclasses.dataclass
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 import purestep as ps
 from benchmarks.gpu.entries import Run
-from proofs import models
-from proofs.strategies import cut_batch, get_weights, make_integer_batch
 from purestep import optim, tree
+from support import models
+from support.strategies import cut_batch, get_weights, make_integer_batch
 
 OPTIMIZERS = {
     "sgd": optim.sgd(0.5),

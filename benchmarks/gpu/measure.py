@@ -115,7 +115,7 @@ def find_waits(run: Run, call: Call) -> list[str]:
         call()
         return []
     # Only here, since it brings the whole of the proofs.
-    from proofs.devices import Waits
+    from support.devices import Waits
 
     with Waits() as waits:
         call()

@@ -51,7 +51,7 @@ def run_waits(run: Run) -> None:
     """Counts waits and kernels in every setting; what is compiled comes last."""
     if run.device == "lazy":
         # Lazy tensors exist from the first call on.
-        from proofs.devices import get_device
+        from support.devices import get_device
 
         get_device()
     problem = Problem(run)

@@ -1,6 +1,6 @@
 """Names lines of the plain loop, and makes edits of them.
 
-The loop is ``proofs.plain_loop``; its words below occur in it once. A reformatted or renamed line
+The loop is ``support.plain_loop``; its words below occur in it once. A reformatted or renamed line
 there needs the same change here: ``proofs/test_kit.py`` plants every mistake.
 """
 

@@ -36,8 +36,8 @@ from benchmarks.mistakes import (
     windows,
 )
 from benchmarks.mistakes.mistake import Mistake, build_trainer
-from proofs.plain_loop import PlainLoop
 from purestep.testing import Capabilities
+from support.plain_loop import PlainLoop
 
 FILES: dict[str, list[Mistake]] = {
     "windows": windows.MISTAKES,

@@ -19,7 +19,7 @@ class Mistake(NamedTuple):
     Attributes:
         name: what is wrong.
         edits: replacements for words of the loop.
-        base: the loop: the one of ``proofs.plain_loop``, or one of the right trainers.
+        base: the loop: the one of ``support.plain_loop``, or one of the right trainers.
         law: one that finds it, where one was recorded.
         required: whether ``proofs/test_kit.py`` demands that this law finds it.
     """

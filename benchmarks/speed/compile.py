@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.speed import peers, timing
-from tests.torch_private import count_graphs, reset_graph_count
+from support.torch_private import count_graphs, reset_graph_count
 
 KINDS = ["fixed", "ragged"]
 WAYS = [peers.BY_HAND, peers.PURE, peers.BY_HAND_COMPILED, peers.PURE_COMPILED]

@@ -22,7 +22,7 @@ from torch.nn import LinearCrossEntropyOptions, functional
 import purestep as ps
 from benchmarks.speed import timing
 from benchmarks.speed.memory import THRESHOLD, peak_on_gpu, peak_on_host
-from proofs.logits import LogitsCase, compute_reference, error_bounds
+from support.logits import LogitsCase, compute_reference, error_bounds
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

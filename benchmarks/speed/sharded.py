@@ -38,7 +38,7 @@ from benchmarks.speed import memory, timing
 from benchmarks.speed.ranks import CONFIG, Batch, group_of
 from purestep import tree
 from purestep.examples import gpt
-from tests.torch_private import TorchDispatchMode
+from support.torch_private import TorchDispatchMode
 
 RATE = 1e-3
 WHOLE, STEP, MICROBATCH, BLOCKS = (

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.models import FEATURES, HIDDEN, integers
-from proofs.optimizers import OPTIMIZERS
-from proofs.strategies import Batch, Setup, get_weights
-from proofs.worlds import Grid
 from purestep import tree
+from support.models import FEATURES, HIDDEN, integers
+from support.optimizers import OPTIMIZERS
+from support.strategies import Batch, Setup, get_weights
+from support.worlds import Grid
 
 
 def attention_params(generator: torch.Generator) -> dict[str, Tensor]:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from proofs.strategies import Case
-from proofs.texts import RealCase
-from proofs.theorem import PURESTEP, System
 from purestep import tree
-from tests.torch_private import lazy_backend, lazy_metrics
+from support.strategies import Case
+from support.texts import RealCase
+from support.theorem import PURESTEP, System
+from support.torch_private import lazy_backend, lazy_metrics
 
 DEVICE_TYPE = os.environ.get("PURESTEP_DEVICE", "lazy")
 """The device of the tests: "lazy", "cuda" or "cpu"."""

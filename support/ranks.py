@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs import models, parallel
-from proofs.optimizers import CAPTURE, OPTIMIZERS
-from proofs.strategies import (
+from purestep import tree
+from purestep.testing.bounds import rounding_bound
+from purestep.testing.specification import spec
+from support import models, parallel
+from support.optimizers import CAPTURE, OPTIMIZERS
+from support.strategies import (
     LAYOUTS,
     Batch,
     Case,
@@ -26,12 +29,9 @@ from proofs.strategies import (
     make_opt_state,
     stack_ranks,
 )
-from proofs.texts import RealStepCase
-from proofs.theorem import System
-from proofs.worlds import Grid, Ranks, on_threads
-from purestep import tree
-from purestep.testing.bounds import rounding_bound
-from purestep.testing.specification import spec
+from support.texts import RealStepCase
+from support.theorem import System
+from support.worlds import Grid, Ranks, on_threads
 
 Run = Callable[..., list[Any]]
 """``run(ranks, program, *args)``, on threads or on processes."""

@@ -5,7 +5,7 @@ There are two strengths of equality.
 **Exact**: integers in float64 and N a power of two make every operation exact, so the claim is bitwise.
 **Bounded**: for real models, the a-priori bound γₙ Σ‖gₘ‖ of floating point summation, with
 γₙ = n u / (1 − n u), u the unit roundoff of the dtype, n the roundings in a row, gₘ the exact
-gradient of sequence m. Nothing is tuned. (``proofs/texts.py`` draws those cases.)
+gradient of sequence m. Nothing is tuned. (``support/texts.py`` draws those cases.)
 
 Hypothesis draws one number, from which a ``Chooser`` makes the case: all choices are equally
 likely. (Hypothesis itself repeats itself: of its groups, two of three were one microbatch.)
@@ -23,16 +23,16 @@ from hypothesis import settings, strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs import models
-from proofs.optimizers import (
+from purestep import tree
+from purestep.testing.bounds import rounding_bound
+from support import models
+from support.optimizers import (
     EXACT,
     OPTIMIZERS,
     RECIPES as RECIPES,
     label_leaves as label_leaves,
     mask_matrices as mask_matrices,
 )
-from purestep import tree
-from purestep.testing.bounds import rounding_bound
 
 settings.register_profile("default", derandomize=True, deadline=None, max_examples=30)
 settings.register_profile("explore", deadline=None, max_examples=500)

@@ -9,8 +9,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from proofs import models
-from proofs.strategies import (
+from purestep import tree
+from purestep.testing.bounds import rounding_bound
+from support import models
+from support.strategies import (
     AXES,
     DTYPES,
     RANKS,
@@ -26,8 +28,6 @@ from proofs.strategies import (
     make_shares,
     select_rows,
 )
-from purestep import tree
-from purestep.testing.bounds import rounding_bound
 
 
 @dataclass(frozen=True, repr=False)
