@@ -315,7 +315,7 @@ def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> Non
 
 
 def _is_same_tensor(x: Tensor, p: Tensor) -> bool:
-    """Returns whether the host sees equal values, and not just the constants of a new layer."""
+    """Returns whether two tensors on the host are equal, and not one number repeated."""
     if not (x.is_cpu and p.is_cpu and x.numel() and x.dtype == p.dtype):
         return False
     return torch.equal(x, p) and bool(x.min() != x.max())

@@ -35,19 +35,19 @@ class Axis(Protocol):
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
 
     @property
     def index(self) -> Tensor:
-        """The index of this rank, as a scalar tensor."""
+        """Returns the index of this rank, as a scalar tensor."""
 
     @property
     def is_multi_program(self) -> bool:
-        """Whether each rank runs its own program, as processes do: a ``ProcessAxis``."""
+        """Returns whether each rank runs its own program, as processes do: a ``ProcessAxis``."""
 
     @property
     def global_ranks(self) -> frozenset[int]:
-        """The global ranks of the axis; empty if unknown."""
+        """Returns the global ranks of the axis; empty if unknown."""
 
     def apply(self, op: str, x: Tensor) -> Tensor:
         """Runs psum, pvary, all_gather or psum_scatter on one tensor."""

@@ -22,7 +22,7 @@ class LocalAxis:
 
     @property
     def index(self) -> Tensor:
-        """Always 0."""
+        """Returns 0, as a scalar tensor."""
         return torch.zeros((), dtype=torch.int64)
 
     def apply(self, op: str, x: Tensor) -> Tensor:

@@ -92,27 +92,27 @@ class MeshAxis(ProcessAxis):
 
     @property
     def process_group(self) -> MeshGroup:
-        """The process group, as collectives take it."""
+        """Returns the process group, as collectives take it."""
         return self._process_group
 
     @property
     def num_collectives(self) -> int | None:
-        """The number of collectives that its group has begun; None if that does not count."""
+        """Counts the collectives that its group has begun; None if that does not count."""
         return torch_private.count_collectives(self._group, self.device)
 
     @property
     def has_host_backend(self) -> bool:
-        """Whether its group has a backend for the host, as all but a group of "nccl" alone."""
+        """Returns whether its group has a backend for the host: all but "nccl" alone."""
         return self.on_host or "cpu:" in dist.get_backend_config(self._group)
 
     @property
     def rank(self) -> int:
-        """The index of this process, from 0 to size - 1."""
+        """Returns the index of this process, from 0 to size - 1."""
         return self._rank
 
     @property
     def global_ranks(self) -> frozenset[int]:
-        """The processes of the axis, by their ranks in the world."""
+        """Returns the processes of the axis, by their ranks in the world."""
         return self._global_ranks
 
     def __eq__(self, other: object) -> bool:

@@ -43,36 +43,36 @@ class ProcessAxis(ABC):
     @property
     @abstractmethod
     def process_group(self) -> ProcessGroup:
-        """The process group of the ranks."""
+        """Returns the process group of the ranks."""
 
     @property
     @abstractmethod
     def num_collectives(self) -> int | None:
-        """The number of collectives that have begun; None if the backend does not count."""
+        """Counts the collectives that have begun; None if the backend does not count."""
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """The index of this rank."""
+        """Returns the index of this rank."""
 
     @property
     def global_ranks(self) -> frozenset[int]:
-        """The global ranks of the axis, this one included; empty if unknown."""
+        """Returns the global ranks of the axis, this one included; empty if unknown."""
         return frozenset()
 
     @property
     def index(self) -> Tensor:
-        """The index of this rank, as a scalar tensor."""
+        """Returns the index of this rank, as a scalar tensor."""
         return torch.tensor(self.rank)
 
     @property
     def on_host(self) -> bool:
-        """Whether tensors of the ranks can be read without waiting for a device."""
+        """Returns whether tensors of the ranks can be read without waiting for a device."""
         return self.device.type == "cpu"
 
     @property
     def has_host_backend(self) -> bool:
-        """Whether collectives can run on the host, whatever the device."""
+        """Returns whether collectives can run on the host, whatever the device."""
         return self.on_host
 
     def apply(self, op: str, x: Tensor) -> Tensor:

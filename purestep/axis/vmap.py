@@ -87,7 +87,7 @@ class VmapAxis:
 
     @property
     def index(self) -> Tensor:
-        """The index of this rank, from 0 to size - 1, inside of ``map``."""
+        """Returns the index of this rank, from 0 to size - 1, inside of ``map``."""
         rank_index = _rank_indices().get(self)
         if rank_index is None:
             raise RuntimeError(

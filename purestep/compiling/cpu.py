@@ -156,7 +156,10 @@ def use_onednn(graph: Graph) -> None:
 
 
 def _repays_onednn(a: Tensor, b: Tensor) -> bool:
-    """Checks if a product is large. Of unknown sizes it may be: ``onednn_matmul`` checks again."""
+    """Returns whether a product is of float32 on the CPU, and large.
+
+    Unknown sizes may be large: ``onednn_matmul`` checks again.
+    """
     if a.device.type != "cpu" or a.dtype != torch.float32:
         return False
     sizes = (*a.shape, b.shape[1])

@@ -55,21 +55,21 @@ def gather_in_backends(backends: GradBackends, gather: Gather) -> GradBackends:
     """
     if gather == "step":
         return backends
-    wrap = _with_full_params if gather == "microbatch" else _check_reduces
+    wrap = _with_full_params if gather == "microbatch" else _with_check_of_grads
     return GradBackends(
         plain=partial(wrap, backends.plain), recorded=partial(wrap, backends.recorded)
     )
 
 
-def _check_reduces(
+def _with_check_of_grads(
     grad_fn: GradFn,
     inputs: MicrobatchInputs,
     accumulator: GradAccumulator,
     on_grad_ready: GradHook | None,
 ) -> MicrobatchResult:
-    """Raises where the loss reaches no param, although other ranks scatter gradients with it.
+    """Computes gradients; raises if the loss reaches no param and other ranks would wait.
 
-    It would scatter none. So it raises here, before the next gather, where the others would wait.
+    Such a rank scatters no gradients. The others would wait for it at the next gather.
     """
     result = grad_fn(inputs, accumulator, on_grad_ready)
     if not result.depends_on_params:

@@ -144,7 +144,7 @@ class _RecipeBuilder:
         )
 
     def add_entries(self) -> None:
-        """Notes the entries of all containers that are copies, in themselves or by their keys."""
+        """Notes entries with copied values, and all entries of dicts with copied keys."""
         for number, container in enumerate(self._containers):
             if self._has_copied_keys(container):
                 self._add_rekeyed_entries(number, container)
@@ -343,9 +343,9 @@ def _parts_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _constructor_of(value: Any) -> Callable[..., Any] | None:
-    """Returns the function that copies such an object from its parts; None if it is shared.
+    """Returns the function that makes a copy from an object's parts; None if it is shared.
 
-    Tensors, containers and plain objects have positions from the start, so theirs is never called.
+    Tensors, containers and plain objects are copied earlier: their function is never called.
     """
     cls = type(value)
     if original_function(value) is not None:

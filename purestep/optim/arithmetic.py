@@ -77,7 +77,7 @@ class LeafArithmetic:
         return y
 
     def add_(self, x: Tensor, y: Tensor | float, alpha: Number = 1) -> Tensor:
-        """Computes x + alpha · y with one rounding, as kernels do with their ``alpha``."""
+        """Returns x + alpha · y in new memory, with one rounding, as kernels with ``alpha``."""
         if not isinstance(alpha, Tensor):
             return torch.add(x, y, alpha=alpha)
         assert isinstance(y, Tensor)

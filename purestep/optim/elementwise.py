@@ -391,7 +391,7 @@ def clone_expanded(grads: list[Tensor]) -> list[Tensor]:
 
 
 def clone_wide(columns: Columns) -> list[list[Tensor]]:
-    """Clones the columns to which a formula may write, which are not in half precision."""
+    """Clones float32 and float64 columns, to which a formula may write; keeps others."""
     wide = [column for column in columns if column[0].dtype in WIDE_DTYPES]
     # One call for all columns: on a device each call is a launch.
     clones = iter(foreach.clone(join_columns(wide)))

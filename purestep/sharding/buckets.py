@@ -175,7 +175,10 @@ class GradBuckets:
 
     @property
     def num_early(self) -> int:
-        """How many buckets were launched before a collective of the loss; alike on all ranks."""
+        """Returns how many buckets were launched before a collective of the loss.
+
+        The number is equal on all ranks.
+        """
         if self._num_collectives == self._count_collectives():
             return 0
         return self._num_launched

@@ -193,13 +193,13 @@ class LocalSession(SPMDSession):
         return counts
 
     def params_for_loss(self, params: Params) -> Params:
-        """Returns the params as they are, where none is sharded."""
+        """Returns the params as they are; gathers them if any is sharded."""
         if not tree.shard_specs(tree.flatten(params)[1]):
             return params
         return super().params_for_loss(params)
 
     def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
-        """Returns the sums as they are, where no param is sharded."""
+        """Returns the sums as they are; with sharded params, reduces them by ``psum``, too."""
         if not tree.shard_specs(tree.flatten(params)[1]):
             check_count(sums.counts)
             return sums
@@ -366,7 +366,10 @@ class MultiProgramSession:
     def _check_second(
         self, message: Tensor, fingerprints: list[TreeFingerprint]
     ) -> Status | None:
-        """Reads and checks the second message; None where reading would wait for a device."""
+        """Reads and checks the second message; on a device, only if a rank has no microbatch.
+
+        Returns None if it was not read.
+        """
         axis = self._axis
         assert self._first is not None
         num_holding = int(self._first.read().num_holding)
@@ -409,7 +412,7 @@ class MultiProgramSession:
         return tree.unflatten(spec, totals)
 
     def _await_grads(self) -> None:
-        """Marks that from here on, the other ranks wait for the second message."""
+        """Marks that other ranks wait for the second message now, and begins the buckets."""
         self._awaited = "grads"
         self._buckets.begin()
 

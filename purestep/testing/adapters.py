@@ -104,7 +104,7 @@ class RankProgram(Protocol):
     """Trains on one rank."""
 
     def start(self, problem: Problem) -> None:
-        """Begins anew."""
+        """Starts the rank program on a problem."""
 
     def update(self, microbatches: Sequence[Batch]) -> None:
         """Makes one update on this rank's microbatches."""
@@ -180,7 +180,7 @@ class OneRank:
         self.capabilities = capabilities
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """Begins anew."""
+        """Starts the rank program on a problem."""
         self.program.start(problem)
 
     def update(self, group: Group) -> None:

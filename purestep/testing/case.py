@@ -218,7 +218,10 @@ def describe_cause(error: BaseException) -> str:
 
 
 def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observation]:
-    """Returns what each rank sees after a run on copies of the data; the first evaluates, too."""
+    """Returns what each rank sees after a run on copies; the first rank evaluates, too.
+
+    It raises ``RefusalError`` for any error of the trainer.
+    """
     watch = Watch()
     try:
         seen = _do_run(trainer, problem, run, watch)

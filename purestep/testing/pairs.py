@@ -151,7 +151,7 @@ def _spread_over_ranks(
 
 
 def _first_layout(layout: Layout, rows: Cut, change: Change) -> Layout:
-    """Writes the group as one microbatch, or on one rank, if the second run does not."""
+    """Returns the first run's layout: one microbatch, one rank, or ``layout``, by ``change``."""
     if change in ("cut", "all"):
         all_rows = [row for numbers in rows for row in numbers]
         return [[Part(all_rows)]]

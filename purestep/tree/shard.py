@@ -81,23 +81,23 @@ class ShardSpec(NamedTuple):
 
     @property
     def full_len(self) -> int:
-        """The length of the full tensor along ``dim``."""
+        """Returns the length of the full tensor along ``dim``."""
         return self.shape[self.dim]
 
     @property
     def shard_len(self) -> int:
-        """The length of a shard along ``dim``; the last ones may be shorter."""
+        """Returns the length of a shard along ``dim``; the last ones may be shorter."""
         return int(-(-self.full_len // self.axis.size))
 
     @property
     def local_range(self) -> tuple[int, int]:
-        """The start and the length of this rank's shard, where each rank runs its own program."""
+        """Returns start and length of this rank's shard, where each rank runs its program."""
         start = min(self.axis.rank * self.shard_len, self.full_len)
         return start, min(self.shard_len, self.full_len - start)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's shard."""
+        """Returns the shape of this rank's shard."""
         length = self.shard_len
         if self.axis.is_multi_program:
             _, length = self.local_range
