@@ -150,8 +150,8 @@ MUTANTS = [
         claim="test_t02_ranks.separate_ranks",
         description="buckets that leave in the first microbatch, not in the last",
         module="grads.accumulate",
-        old="on_grad_ready if index == last else None",
-        new="on_grad_ready if index == 0 else None",
+        old="index + 1 == len(all_weights)",
+        new="index == 0",
     ),
     Mutant(
         number=56,

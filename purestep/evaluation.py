@@ -123,16 +123,20 @@ def _forward_group(
     all_weights: Sequence[Tensor | None] = group.weights or [None] * len(
         group.microbatches
     )
-    for microbatch, weights in zip(group.microbatches, all_weights, strict=True):
-        data, is_recorded = detach_data(microbatch, is_recorded)
+    # Not by zip, whose tuple would keep a microbatch alive while the next one is made.
+    microbatches = iter(group.microbatches)
+    for weights in all_weights:
+        data, is_recorded = detach_data(next(microbatches), is_recorded)
         with profiler_range("purestep.microbatch"):
             weighted = _detach_unless_transformed(
                 forward_microbatch(loss_fn, params, data, weights, divisors)
             )
             losses.append(weighted_sum(weighted.terms, weighted.cotangents))
-        used_weights.append(weighted.weights)
+        if group.counts is None:
+            used_weights.append(weighted.weights)
         if not tree.is_empty(weighted.aux):
             aux = add_aux(aux, weighted.aux)
+        del data, weights, weighted
     counts = group.counts or sum_weights(used_weights)
     return GradSums((), sum_losses(losses, like), counts, aux)
 

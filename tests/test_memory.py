@@ -1,13 +1,14 @@
 """Tests how much memory of a step is alive, and which operations touch a gradient."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import purestep as ps
@@ -225,3 +226,51 @@ def test_a_lora_step_holds_nothing_the_size_of_the_frozen_rest(
     assert adapter_bytes == 4 * 2 * 2 * (512 + 512) * 4 < model_bytes / 800
     assert state_bytes == 2 * adapter_bytes + 8
     assert peak < matrix_bytes < model_bytes / 17
+
+
+class Stream(Sequence[dict[str, Tensor]]):
+    """Makes a microbatch when it is asked for, and notes which earlier ones are alive then."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.storages: list[StorageWeakRef] = []
+        self.alive: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= self.length:
+            raise IndexError(index)
+        pairs = enumerate(self.storages)
+        self.alive.append([number for number, x in pairs if not x.expired()])
+        x = torch.full((100,), float(index))
+        self.storages.append(StorageWeakRef(x.untyped_storage()))
+        return {"x": x}
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Keeps nothing, where that of ``Sequence`` keeps a microbatch in a variable."""
+        for index in range(self.length):
+            yield self[index]
+
+
+def loss_with_weights(w: Tensor, microbatch: dict[str, Tensor]) -> ps.LossOutput:
+    losses = w * microbatch["x"]
+    return ps.LossOutput(losses, weights=torch.ones_like(losses, dtype=torch.bool))
+
+
+def test_a_microbatch_is_freed_before_the_next_is_made() -> None:
+    """In a step and in an evaluation of a sequence that makes its microbatches."""
+    sgd = ps.optim.sgd(0.1)
+    w = torch.tensor(1.0)
+    step = ps.make_update_step(
+        loss_with_weights, sgd, weight_fn=None, normalize="grads"
+    )
+    evaluate = ps.make_eval_step(loss_with_weights, weight_fn=None)
+    for run in (
+        lambda stream: step(w, sgd.init(w), stream),
+        lambda stream: evaluate(w, stream),
+    ):
+        stream = Stream(4)
+        run(stream)
+        assert stream.alive == [[], [], [], []]

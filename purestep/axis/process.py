@@ -99,24 +99,22 @@ class ProcessAxis(ABC):
         return tree.unflatten(spec, totals)
 
     def _sum_leaves(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Sums leaves over the ranks in vectors of at most ``bucket_bytes``, or of one leaf."""
-        totals = []
-        for leaf in leaves:
-            if leaf.is_sparse:
-                totals.append(leaf.to_dense())
-            else:
-                totals.append(leaf.clone())
+        """Sums leaves over the ranks, in vectors of at most ``bucket_bytes`` or of one leaf."""
+        leaves = [leaf.to_dense() if leaf.is_sparse else leaf for leaf in leaves]
+        totals = [
+            torch.empty_like(leaf) if not leaf.numel() else leaf for leaf in leaves
+        ]
         launched = []
         for indices in _split_by_dtype(leaves, self.bucket_bytes):
-            flat = torch.cat([totals[index].reshape(-1) for index in indices])
-            wait = self.launch(flat)
-            launched.append((indices, flat, wait))
+            flat = torch.cat([leaves[index].reshape(-1) for index in indices])
+            launched.append((indices, flat, self.launch(flat)))
         for indices, flat, wait in launched:
             wait()
             parts = flat.split([leaves[index].numel() for index in indices])
             for index, part in zip(indices, parts, strict=True):
-                total = totals[index]
-                total.copy_(part.view(total.shape))
+                # Views: a copy of each would take the memory of the tree once more.
+                total = part.view(leaves[index].shape)
+                totals[index] = tree.match_strides(leaves[index], total)
         return totals
 
     @abstractmethod

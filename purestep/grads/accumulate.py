@@ -133,11 +133,13 @@ def accumulate_group(
     used_weights: list[Tensor] = []
     aux: Tree = ()
     depends_on_params = False
-    last = len(group.microbatches) - 1
-    all_weights: Sequence[Tensor | None] = group.weights or [None] * (last + 1)
-    for index, (microbatch, weights) in enumerate(
-        zip(group.microbatches, all_weights, strict=True)
-    ):
+    all_weights: Sequence[Tensor | None] = group.weights or [None] * len(
+        group.microbatches
+    )
+    # Not by zip, whose tuple would keep a microbatch alive while the next one is made.
+    microbatches = iter(group.microbatches)
+    for index, weights in enumerate(all_weights):
+        microbatch = next(microbatches)
         if weights is None and weight_fn is not None:
             weights = compute_weights(weight_fn, microbatch)
         data, is_recorded = detach_data(microbatch, is_recorded)
@@ -145,10 +147,13 @@ def accumulate_group(
         grad_fn = backends.recorded if is_recorded else backends.plain
         with profiler_range("purestep.microbatch"):
             result = grad_fn(
-                inputs, accumulator, on_grad_ready if index == last else None
+                inputs,
+                accumulator,
+                on_grad_ready if index + 1 == len(all_weights) else None,
             )
         losses.append(result.loss)
-        used_weights.append(result.weights)
+        if group.counts is None:
+            used_weights.append(result.weights)
         if not tree.is_empty(result.aux):
             aux = add_aux(aux, result.aux)
         depends_on_params = depends_on_params or result.depends_on_params
@@ -161,8 +166,12 @@ def accumulate_group(
     if versions:
         validation.check_not_mutated(params, leaves, versions)
     grads = zeros_for_missing(accumulator, leaves, clone=is_recorded)
-    loss = sum_losses(losses, leaves[0] if leaves else torch.zeros(()))
-    return GradSums(tree.unflatten(spec, grads), loss, counts, aux)
+    return GradSums(
+        grads=tree.unflatten(spec, grads),
+        loss=sum_losses(losses, leaves[0] if leaves else torch.zeros(())),
+        counts=counts,
+        aux=aux,
+    )
 
 
 def detach_data(microbatch: Microbatch, is_recorded: bool) -> tuple[Microbatch, bool]:

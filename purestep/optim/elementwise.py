@@ -151,7 +151,10 @@ def evaluate_rates(
     hyperparams: Sequence[LearningRate], step: Tensor | None
 ) -> list[float | Tensor]:
     """Returns the numbers of this step, some of which are schedules."""
-    assert step is not None, "a schedule needs a state that counts steps"
+    if step is None:
+        raise TypeError(
+            "a schedule stands where a number is needed: this transform counts no steps"
+        )
     return [evaluate_rate(value, step) for value in hyperparams]
 
 
