@@ -79,7 +79,7 @@ format: .venv/installed
 
 .venv-newest/constraints.txt: constraints.txt pyproject.toml purestep/torch_private.py
 	mkdir -p $(@D)
-	sed "s/^torch==.*/torch==$$(sed -n 's/^OLDEST, NEWEST = .*, "\(.*\)"/\1/p' purestep/torch_private.py)/" $< > $@
+	sed "s/^torch==.*/torch==$$(sed -n 's/^NEWEST = "\(.*\)"/\1/p' purestep/torch_private.py)/" $< > $@
 
 clean:
 	rm -rf .venv* build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -36,11 +36,11 @@ class PreweightedMicrobatches(Sequence[Microbatch]):
 class WeightedMicrobatches(NamedTuple):
     """Microbatches with the weights of their tokens, which are computed once.
 
-    ``weights`` and ``counts`` are None if the loss returns the weights of each microbatch.
+    If the loss returns the weights, those of each microbatch are None, and so is ``counts``.
     """
 
     microbatches: Sequence[Microbatch]
-    weights: Sequence[Tensor] | None
+    weights: Sequence[Tensor | None]
     counts: TokenCounts | None
 
 
@@ -88,7 +88,7 @@ def with_weights(
             "gather an iterator into one"
         )
     if weight_fn is None:
-        return WeightedMicrobatches(microbatches, None, None)
+        return WeightedMicrobatches(microbatches, [None] * len(microbatches), None)
     if isinstance(microbatches, PreweightedMicrobatches):
         weights = [*microbatches.weights(weight_fn)]
     else:

@@ -120,12 +120,9 @@ def _forward_group(
     losses: list[Tensor] = []
     used_weights: list[Tensor] = []
     aux: Tree = ()
-    all_weights: Sequence[Tensor | None] = group.weights or [None] * len(
-        group.microbatches
-    )
     # Not by zip, whose tuple would keep a microbatch alive while the next one is made.
     microbatches = iter(group.microbatches)
-    for weights in all_weights:
+    for weights in group.weights:
         data, is_recorded = detach_data(next(microbatches), is_recorded)
         with profiler_range("purestep.microbatch"):
             weighted = _detach_unless_transformed(
@@ -137,6 +134,8 @@ def _forward_group(
         if not tree.is_empty(weighted.aux):
             aux = add_aux(aux, weighted.aux)
         del data, weights, weighted
+    if next(microbatches, None) is not None:
+        raise validation.wrong_length_error(group.microbatches)
     counts = group.counts or sum_weights(used_weights)
     return GradSums((), sum_losses(losses, like), counts, aux)
 

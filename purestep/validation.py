@@ -154,6 +154,14 @@ def mark_donated(leaf: Tensor) -> None:
     leaf.__dict__[DONATED] = True
 
 
+def wrong_length_error(microbatches: Sequence[Microbatch]) -> ValueError:
+    """Returns the error for a sequence that yields more microbatches than its length says."""
+    return ValueError(
+        f"microbatches yields more than the {len(microbatches)} microbatches of its length: what "
+        "is left would count nowhere. Return the number of microbatches from __len__"
+    )
+
+
 def no_dependence_error() -> ValueError:
     """Returns the error for losses that do not depend on params."""
     return ValueError(

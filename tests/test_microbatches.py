@@ -408,3 +408,29 @@ def test_a_sequence_that_makes_its_microbatches_anew(normalize: Any) -> None:
 
     assert metrics.loss == 1
     assert evaluate(PARAMS, Anew()).loss == 1
+
+
+class Understated(Sequence[Tensor]):
+    """Says that it holds one microbatch, and yields two."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        return [torch.ones(2), torch.ones(2)][index]
+
+
+def test_microbatches_beyond_the_length_are_refused() -> None:
+    """Where the loss returns the weights, a sequence is read as it goes."""
+
+    def loss_fn(w: Tensor, x: Tensor) -> ps.LossOutput:
+        return ps.LossOutput(w * x, weights=torch.ones(2))
+
+    sgd = ps.optim.sgd(0.1)
+    w = torch.tensor(1.0)
+    step = ps.make_update_step(loss_fn, sgd, weight_fn=None, normalize="grads")
+    evaluate = ps.make_eval_step(loss_fn, weight_fn=None)
+    with pytest.raises(ValueError, match="yields more than the 1 microbatches"):
+        step(w, sgd.init(w), Understated())
+    with pytest.raises(ValueError, match="yields more than the 1 microbatches"):
+        evaluate(w, Understated())

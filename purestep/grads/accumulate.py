@@ -89,7 +89,7 @@ def accumulate(
     """
     group = microbatches
     if not isinstance(group, WeightedMicrobatches):
-        group = WeightedMicrobatches(group, None, None)
+        group = WeightedMicrobatches(group, [None] * len(group), None)
     return accumulate_group(
         make_backends(loss_fn, grad_and_value),
         params,
@@ -133,12 +133,9 @@ def accumulate_group(
     used_weights: list[Tensor] = []
     aux: Tree = ()
     depends_on_params = False
-    all_weights: Sequence[Tensor | None] = group.weights or [None] * len(
-        group.microbatches
-    )
     # Not by zip, whose tuple would keep a microbatch alive while the next one is made.
     microbatches = iter(group.microbatches)
-    for index, weights in enumerate(all_weights):
+    for index, weights in enumerate(group.weights):
         microbatch = next(microbatches)
         if weights is None and weight_fn is not None:
             weights = compute_weights(weight_fn, microbatch)
@@ -149,7 +146,7 @@ def accumulate_group(
             result = grad_fn(
                 inputs,
                 accumulator,
-                on_grad_ready if index + 1 == len(all_weights) else None,
+                on_grad_ready if index + 1 == len(group.weights) else None,
             )
         losses.append(result.loss)
         if group.counts is None:
@@ -160,14 +157,17 @@ def accumulate_group(
         # Its memory is free before the sequence makes the next one.
         del microbatch, weights, data, inputs, result
 
+    if next(microbatches, None) is not None:
+        raise validation.wrong_length_error(group.microbatches)
     counts = group.counts or sum_weights(used_weights)
     if losses and not depends_on_params and has_tokens(counts):
         raise validation.no_dependence_error()
     if versions:
         validation.check_not_mutated(params, leaves, versions)
-    grads = zeros_for_missing(accumulator, leaves, clone=is_recorded)
     return GradSums(
-        grads=tree.unflatten(spec, grads),
+        grads=tree.unflatten(
+            spec, zeros_for_missing(accumulator, leaves, clone=is_recorded)
+        ),
         loss=sum_losses(losses, leaves[0] if leaves else torch.zeros(())),
         counts=counts,
         aux=aux,

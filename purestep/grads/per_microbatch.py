@@ -4,9 +4,7 @@ With ``gather="microbatch"``, gradients are scattered in buckets while each back
 ranks gather and scatter together, so a rank with fewer microbatches joins the others with zeros.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,17 +29,16 @@ JOIN = object()
 def pad_microbatches(group: WeightedMicrobatches, length: int) -> WeightedMicrobatches:
     """Appends ``JOIN`` to the group until it has this many microbatches.
 
-    >>> group = WeightedMicrobatches([{"x": torch.ones(2)}], None, None)
+    >>> group = WeightedMicrobatches([{"x": torch.ones(2)}], [None], None)
     >>> len(pad_microbatches(group, 3).microbatches)
     3
     """
     num_missing = length - len(group.microbatches)
     if not num_missing:
         return group
-    weights: Sequence[Any] = group.weights or [None] * len(group.microbatches)
     return WeightedMicrobatches(
         [*group.microbatches, *[JOIN] * num_missing],
-        [*weights, *[_no_tokens()] * num_missing],
+        [*group.weights, *[_no_tokens()] * num_missing],
         group.counts,
     )
 
