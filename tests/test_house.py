@@ -252,12 +252,21 @@ def sources(folder: str) -> dict[str, str]:
 
 
 def count_tokens(source: str) -> int:
-    """Counts the tokens of Python that are not in docstrings."""
+    """Counts the tokens of Python that are not in docstrings; an f-string is one token.
+
+    From Python 3.12 on, tokenize takes f-strings apart.
+    """
     docs = docstring_lines(ast.parse(source))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(
-        token.type not in QUIET and token.start[0] not in docs for token in tokens
-    )
+    number = 0
+    depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == getattr(tokenize, "FSTRING_END", None):
+            depth -= 1  # It counts, and its start does not.
+        elif token.type == getattr(tokenize, "FSTRING_START", None):
+            depth += 1
+        if depth == 0 and token.type not in QUIET and token.start[0] not in docs:
+            number += 1
+    return number
 
 
 def density(texts: Collection[str]) -> float:
@@ -344,6 +353,7 @@ def test_golf_and_riddles_are_found() -> None:
     assert find_golf(f"def f():\n{body}") == ["1: f: 41 statements"]
     assert not find_golf("# The profile asks for it.\ny = [*map(str, x)]")
     assert find_riddles(GOLF) == ["6: own", "6: place", "7: left"]
+    assert count_tokens('x = f"{a + f(b)} and {c}" + d') == 5
     assert density(["a = [b, c]\n", '"""Doc."""\nx = (\n    1\n)\n']) == 12 / 4
 
 
