@@ -124,7 +124,7 @@ PROGRAM_STEPS = steps(dtypes=[torch.float64], trees=True, **UNTRANSFORMED)
 
 @theorem("T1", st.tuples(PROGRAM_STEPS, builds(Chooser.sample, [*PROGRAMS], 3)))
 def programs(system: System, drawn: tuple[StepCase, list[str]]) -> None:
-    """Whatever a loss does beyond arithmetic: the step of the big batch, and nothing is recorded."""
+    """Losses with hooks, backward passes or views take the big batch's step, and record nothing."""
     (case, setup, groups), names = drawn
     for name in names:
         program = PROGRAMS[name]

@@ -125,7 +125,7 @@ class Ddp:
 
 
 class State(NamedTuple):
-    """What a step goes on from."""
+    """Holds the state from which the next step starts."""
 
     params: Any
     trace: Any

@@ -30,7 +30,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "switch": right_styles.Switch,
     "evaluator": right_styles.Evaluator,
 }
-"""What makes each."""
+"""The function that makes each trainer."""
 
 
 def main(seed: int) -> None:

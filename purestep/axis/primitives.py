@@ -14,7 +14,7 @@ BatchRule: TypeAlias = Callable[[Tensor, int | None, int], tuple[Tensor, int | N
 
 
 class Collective(NamedTuple):
-    """The name of a collective's transpose, and its rule for a dimension that holds all ranks.
+    """Holds a collective's transpose by name, and its rule for a dimension over all ranks.
 
     ``batch_rule(x, dim, size)`` returns the result and its dimension over ranks. ``dim`` is None
     if x is the same on every rank, and the rule returns None if the result is.

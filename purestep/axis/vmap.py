@@ -117,11 +117,6 @@ def _rank_indices() -> dict[VmapAxis, Tensor]:
     return indices
 
 
-def mapped_axes() -> list[VmapAxis]:
-    """Returns the axes that map in this thread."""
-    return [*_rank_indices()]
-
-
 @contextmanager
 def bind_rank_indices(
     axes: Sequence[VmapAxis], indices: Sequence[Tensor]
