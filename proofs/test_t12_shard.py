@@ -7,6 +7,7 @@ does not split tokens (tensor parallelism). The step gathers once, or for each m
 are empty, some shorter than others. Norms, clipping and skips are those of the full tensors.
 """
 
+import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +35,12 @@ from support.strategies import (
     steps,
 )
 from support.theorem import System, as_tests, theorem
+from support.unit_models import (
+    UnitsCase,
+    make_keyed_loss,
+    make_units_case,
+    weigh_rows,
+)
 from support.worlds import Grid, Ranks, on_threads
 
 SHARDED: dict[str, Any] = {"dtypes": [torch.float64], "gathers": GATHERS}
@@ -119,6 +126,7 @@ class ShardFacts(NamedTuple):
 
 
 CLIP = ps.optim.clip_by_global_norm(1.0)
+CLIPPED = ps.optim.chain(CLIP, ps.optim.adamw(0.1))
 
 
 def facts_of_full(params: dict[str, Tensor]) -> ShardFacts:
@@ -224,6 +232,41 @@ def filled_up(system: System, drawn: tuple[TensorCase, float]) -> None:
     actual = run_simulated(ps.VmapAxis(size), program)(torch.arange(size))
     norm = torch.linalg.vector_norm(full)
     assert_same(actual, (norm, torch.tensor(True), full, full.sum()))
+
+
+@theorem("T12", builds(make_units_case))
+def units_of_modules(system: System, drawn: UnitsCase) -> None:
+    """Parts of a module gather their params where they run: nested, called twice, tied, frozen, with dropout, recomputed.
+
+    Ranks have different numbers of microbatches.
+    """
+    module = drawn.module
+    weights = {"weight_fn": weigh_rows}
+    params, apply = ps.from_module(module)
+    opt_state = CLIPPED.init(params)
+    loss_fn = make_keyed_loss(apply, module.training)
+    group = [*itertools.chain(*drawn.groups)]
+    step = system.make_update_step(loss_fn, CLIPPED, **weights)
+    *state, metrics = step(params, opt_state, group)
+    evaluation = system.make_eval_step(loss_fn, **weights)(params, group)
+
+    _, apply = ps.from_module(
+        module, units=lambda name, _: name in drawn.unit_names, remat=drawn.is_remat
+    )
+    loss_fn = make_keyed_loss(apply, module.training)
+
+    def program(axis: Any, microbatches: Any) -> Any:
+        shards = ps.shard((params, opt_state), axis)
+        options: dict[str, Any] = {**weights, "axis": axis, "gather": "loss"}
+        evaluate = system.make_eval_step(loss_fn, **options)
+        evaluation = evaluate(shards[0], microbatches)
+        step = system.make_update_step(loss_fn, CLIPPED, **options, **drawn.settings)
+        *state, metrics = step(*shards, microbatches)
+        return *ps.unshard(tuple(state)), metrics, evaluation
+
+    ranks = Ranks(len(drawn.groups), 40)
+    for result in on_threads(ranks, program, drawn.groups):
+        assert_same(result, (*state, metrics, evaluation))
 
 
 globals().update(as_tests(globals()))

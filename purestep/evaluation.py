@@ -18,6 +18,7 @@ from purestep.counts import (
     with_weights,
 )
 from purestep.grads.accumulate import add_aux, detach_data, profiler_range, sum_losses
+from purestep.grads.per_microbatch import accept_repeated, pad_microbatches
 from purestep.objective import denominators, forward_microbatch, weighted_sum
 from purestep.sync.session import open_session
 from purestep.types import (
@@ -63,6 +64,7 @@ def make_eval_step(
     validation.check_choice("gather", gather, Gather)
     watched_draws: list[bool] = []  # whether the first evaluation is over
     gather_once: Gather = "loss" if gather == "loss" else "step"
+    loss_fn = accept_repeated(loss_fn, gather)
     rank_config = {
         "weight_fn": "given" if weight_fn else "None",
         "gather": gather_once,
@@ -81,6 +83,9 @@ def make_eval_step(
             total = session.all_reduce_counts(
                 count_tokens(group), params, (), len(microbatches)
             )
+            if gather_once == "loss":
+                length = session.max_microbatches(len(microbatches))
+                group = pad_microbatches(group, length, gather_once, weight_fn)
             full_params = session.params_for_loss(params)
             divides = total if weight_fn else None
             is_first = is_plain and not watched_draws

@@ -61,7 +61,10 @@ def forward_microbatch(
 def _with_microbatch_loss(
     weighted: WeightedLoss, term: Tensor, divisors: TokenCounts | None
 ) -> WeightedLoss:
-    """Adds ``LossOutput.microbatch_loss``, unless the microbatch is empty."""
+    """Adds ``LossOutput.microbatch_loss``, divided by the number of microbatches with tokens.
+
+    A microbatch without tokens adds nothing. Without ``divisors`` it raises.
+    """
     if divisors is None:
         raise ValueError(
             "LossOutput.microbatch_loss is divided by the number of microbatches, which must be "

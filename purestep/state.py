@@ -199,7 +199,7 @@ def _check_unique(names: Collection[str]) -> None:
 
 
 def _has_stable_repr(key: Any) -> bool:
-    """Tells whether a key prints the same in each process: no address, no order of a set."""
+    """Returns whether a key prints the same in each process: no address, no order of a set."""
     if isinstance(key, tuple):
         return all(_has_stable_repr(item) for item in key)
     if isinstance(key, Enum):

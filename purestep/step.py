@@ -24,6 +24,7 @@ from purestep.grads.accumulate import accumulate_group, profiler_range
 from purestep.grads.backends import make_backends
 from purestep.grads.grad_and_value import grad_and_value
 from purestep.grads.per_microbatch import (
+    accept_repeated,
     gather_in_backends,
     pad_microbatches,
 )
@@ -114,7 +115,7 @@ def make_update_step(
     _check_choices(choices)
     validation.check_normalize(normalize, weight_fn, accum_dtype)
     backends = gather_in_backends(
-        make_backends(loss_fn, grad_and_value, compile), gather
+        make_backends(accept_repeated(loss_fn, gather), grad_and_value, compile), gather
     )
     rank_config = {
         **choices,
@@ -156,10 +157,9 @@ def make_update_step(
                     len(microbatches),
                 )
             on_grad_ready = session.grad_hook(params, accum_dtype)
-            if gather == "microbatch":
-                group = pad_microbatches(
-                    group, session.max_microbatches(len(microbatches))
-                )
+            if gather != "step":
+                length = session.max_microbatches(len(microbatches))
+                group = pad_microbatches(group, length, gather, weight_fn)
             sums = accumulate_group(
                 backends,
                 session.params_for_loss(params),

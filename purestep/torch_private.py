@@ -62,7 +62,7 @@ forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level"
 
 
 def transforms_differentiate() -> bool:
-    """Checks if one of the active transforms of ``torch.func`` is not a ``vmap``."""
+    """Returns whether one of the active transforms of ``torch.func`` is not a ``vmap``."""
     interpreters = _get_interpreters() or []
     return any(interpreter.key().name != "Vmap" for interpreter in interpreters)
 
@@ -110,6 +110,51 @@ def checkpoint_frame() -> Any | None:
     if not hasattr(frame, "recompute_fn"):
         _make_missing("utils.checkpoint._CheckpointFrame.recompute_fn")()
     return frame
+
+
+def in_checkpoint() -> bool:
+    """Returns whether a checkpoint computes, for the first time or again.
+
+    >>> in_checkpoint()
+    False
+    """
+    hooks = _saved_tensors_hooks(False)
+    if not hooks:
+        return False
+    name = getattr(hooks[0], "__qualname__", "")
+    return name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
+
+
+def saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Returns the innermost hooks that pack and unpack saved tensors; without any, identities.
+
+    >>> with torch.autograd.graph.save_on_cpu():
+    ...     pack, unpack = saved_tensors_hooks()
+    >>> unpack(pack(torch.tensor(1.0)))
+    tensor(1.)
+    """
+    return _saved_tensors_hooks(False) or (_identity, _identity)
+
+
+def _identity(x: Any) -> Any:
+    return x
+
+
+call_module: Callable[..., Any] = _private("nn.Module._call_impl")
+"""Calls a module with its hooks, but not what ``replace_call`` has put around that."""
+
+
+def replace_call(module: torch.nn.Module, function: Callable[..., Any]) -> None:
+    """Replaces what calls of one module run, by the attribute that ``module.compile()`` sets.
+
+    >>> layer = torch.nn.Identity()
+    >>> replace_call(layer, lambda x: 2 * call_module(layer, x))
+    >>> layer(torch.tensor(1.0))
+    tensor(2.)
+    """
+    if not hasattr(torch.nn.Module, "_compiled_call_impl"):
+        _make_missing("nn.Module._compiled_call_impl")()
+    vars(module)["_compiled_call_impl"] = function
 
 
 version_counter: Callable[[Tensor], int] = _private("Tensor._version.__get__")
@@ -303,7 +348,7 @@ def bind_arguments(
 def may_draw_random(
     operation: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """Checks if an operation draws random numbers. Attention does so if it drops anything."""
+    """Returns whether an operation draws random numbers. Attention does so if it drops anything."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     arguments = bind_arguments(operation, args, kwargs)
@@ -379,7 +424,7 @@ def forward_hooks(module: Any) -> list[Any]:
 
 
 def has_backward_hooks(modules_or_tensors: Iterable[Any]) -> bool:
-    """Checks if one of these has hooks on its backward pass.
+    """Returns whether one of these has hooks on its backward pass.
 
     Finds none if torch no longer has these attributes.
     """
@@ -392,7 +437,7 @@ def has_backward_hooks(modules_or_tensors: Iterable[Any]) -> bool:
 
 
 def has_additive_masks(module: Any) -> bool:
-    """Checks for a Hugging Face model whose attention adds masks to scores.
+    """Returns whether the attention of a Hugging Face model adds masks to its scores.
 
     Where transformers no longer says so, masks of bools are not refused.
     """

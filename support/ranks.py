@@ -158,7 +158,7 @@ def take_step(
         return on_ranks(params, opt_state, stack_ranks(groups))
     groups = fill_grid(groups, setup)
     if setup.gather.startswith("loss"):
-        groups = equalize_lengths(groups)
+        groups = fill_empty_ranks(groups)
     states = copy_for_ranks(state, len(groups))
     ranks = Ranks(len(groups), setup.bucket_bytes, setup.grid[0])
     first, *others = run(ranks, program, *states, groups)
@@ -175,17 +175,16 @@ def fill_grid(groups: Groups, setup: Setup) -> Groups:
     return groups + [[]] * (-len(groups) % columns)
 
 
-def equalize_lengths(groups: Groups) -> Groups:
-    """Gives all ranks as many microbatches, with weights of zero where there were none.
+def fill_empty_ranks(groups: Groups) -> Groups:
+    """Gives a rank without microbatches one whose weights are zero, if any rank has one.
 
-    A loss that gathers is a collective: every rank has to call it equally often.
+    A loss that gathers is a collective, in which every rank has to take part.
     """
     microbatches = [*itertools.chain(*groups)]
     if not microbatches:
         return groups
     empty = without_tokens(microbatches[0])
-    longest = max(len(group) for group in groups)
-    return [group + [empty] * (longest - len(group)) for group in groups]
+    return [group or [empty] for group in groups]
 
 
 def without_tokens(batch: Batch) -> Batch:

@@ -8,6 +8,7 @@
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from types import MappingProxyType
@@ -222,6 +223,20 @@ class Setting(NamedTuple):
     dtype: torch.dtype = torch.float64
     axis: Any = None
     step: Mapping[str, Any] = MappingProxyType({})
+    units: Mapping[str, Any] = MappingProxyType({})
+
+
+def is_block(name: str, module: nn.Module) -> bool:
+    """Tells one of many equal layers by its name: ``model.layers.0``, ``transformer.h.0``."""
+    return re.fullmatch(r".*(layers?|h|block)\.\d+", name) is not None
+
+
+def is_block_or_mlp(name: str, module: nn.Module) -> bool:
+    """Chooses also a part of each layer, so that units are within units."""
+    return is_block(name, module) or name.endswith(".mlp")
+
+
+GATHERING: dict[str, Any] = {"axis": ThreadAxis(2), "step": {"gather": "loss"}}
 
 
 SETTINGS = {
@@ -237,6 +252,16 @@ SETTINGS = {
     "`ThreadAxis(2)`": Setting(axis=ThreadAxis(2)),
     '`gather="microbatch"`, checkpoints': Setting(
         checkpoints=True, axis=ThreadAxis(2), step={"gather": "microbatch"}
+    ),
+    "`units`": Setting(**GATHERING, units={"units": is_block}),
+    "`units`, checkpoints": Setting(
+        **GATHERING, checkpoints=True, units={"units": is_block}
+    ),
+    "`units` within units, packed": Setting(
+        "position_ids", **GATHERING, units={"units": is_block_or_mlp}
+    ),
+    "`units`, `remat=True`": Setting(
+        **GATHERING, units={"units": is_block, "remat": True}
     ),
     "`VmapAxis(2)`, 4D mask": Setting("4D mask", axis=ps.VmapAxis(2)),
     "`VmapAxis(2)`, 4D mask, eager": Setting("4D mask", "eager", axis=ps.VmapAxis(2)),
@@ -379,7 +404,8 @@ def make_model_for(family: str, setting: Setting) -> Any:
 
 def compute_step_grads(family: str, setting: Setting, group: list[list[Any]]) -> Grads:
     """Computes the gradient of a step: the first momentum of SGD."""
-    params, apply = ps.from_module(make_model_for(family, setting))
+    module = make_model_for(family, setting)
+    params, apply = ps.from_module(module, **setting.units)
 
     def loss_fn(params: Any, microbatch: Any) -> Tensor:
         arguments = make_inputs(family, setting, microbatch)

@@ -55,22 +55,63 @@ def step_on(
 # Ranks that gather differently
 
 
-def test_a_loss_that_gathers_wants_equally_many_microbatches() -> None:
-    """Refuses other numbers on all ranks before any of them gathers."""
+def loss_with_weights(params: Any, x: Tensor) -> ps.LossOutput:
+    """Returns the weights with the losses."""
+    return ps.LossOutput(loss_of_shards(params, x), weights=weigh_ones(x))
+
+
+UNEQUAL: dict[str, tuple[Any, dict[str, Any], list[int], str]] = {
+    "weights of the loss": (
+        loss_with_weights,
+        {"weight_fn": None, "normalize": "grads"},
+        [1, 2],
+        "'1'.* against rank 1 with .*'2'",
+    ),
+    "none on a rank": (
+        loss_of_shards,
+        {},
+        [0, 2],
+        "'0'.* against rank 1 with .*'one or more'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNEQUAL)
+def test_numbers_of_microbatches_that_a_loss_that_gathers_cannot_have(
+    what: str,
+) -> None:
+    """Refuses them on all ranks before any of them gathers."""
+    loss_fn, settings, numbers, difference = UNEQUAL[what]
     axis = ThreadAxis(2)
     message = (
         r"disagree on the number of microbatches, each of which gathers params "
-        r"\(add some of weight zero\)"
-        r".*rank 0 with .*'1'.* against rank 1 with .*'2'"
+        rf"\(add some of weight zero\).*rank 0 with .*{difference}"
     )
 
-    def program(rank: int) -> None:
+    def program(number: int) -> None:
         params = ps.shard(make_layers(2), axis)
-        group = [make_rows(2)] * (1 + rank)
+        group = [make_rows(2)] * number
         with pytest.raises(ValueError, match=message):
-            step_on(axis, loss_of_shards, params, group, gather="loss")
+            step_on(axis, loss_fn, params, group, gather="loss", **settings)
 
-    axis.map(program)(range(2))
+    axis.map(program)(numbers)
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+def test_a_loss_that_gathers_on_ranks_with_fewer_microbatches(normalize: str) -> None:
+    """Takes the step of one rank: the others' last microbatch runs again, and counts once."""
+    axis = ThreadAxis(3)
+    group = [make_rows(size, seed) for seed, size in enumerate([1, 2, 1, 4])]
+    groups = [group[:2], group[2:3], group[3:]]
+    one_rank = step_on(ps.LocalAxis(), loss_of_full, make_layers(2), group)
+
+    def program(group: list[Tensor]) -> Any:
+        params = ps.shard(make_layers(2), axis)
+        settings = {"gather": "loss", "normalize": normalize}
+        return step_on(axis, loss_of_shards, params, group, **settings)
+
+    for result in axis.map(program)(groups):
+        assert_same(result, one_rank)
 
 
 FAULTS: dict[str, tuple[type[Exception], str]] = {

@@ -25,8 +25,8 @@ LONGEST = 400
 
 ORDER = [
     "types", "torch_private", "tree", "counts", "hints", "axis", "sharding", "objective",
-    "compiling", "validation", "grads", "sync", "optim", "step", "evaluation", "random", "nn",
-    "data", "remat", "losses", "state", "checkpoint", "testing", "examples",
+    "compiling", "validation", "grads", "sync", "optim", "step", "evaluation", "random",
+    "remat", "nn", "data", "losses", "state", "checkpoint", "testing", "examples",
 ]  # fmt: skip
 """Each imports from those before it alone."""
 
@@ -39,7 +39,7 @@ SEAMS = {
     "sync/session.py": 2,
     "grads/accumulate.py": 3, "grads/inplace.py": 1, "grads/functional.py": 2, "grads/grad_and_value.py": 1,
     "evaluation.py": 2, "step.py": 5, "validation.py": 4, "counts.py": 2, "remat.py": 2,
-    "nn/from_module.py": 1, "nn/dropout.py": 1, "nn/rebuild.py": 2,
+    "nn/from_module.py": 1, "nn/dropout.py": 1, "nn/rebuild.py": 2, "nn/units.py": 1,
     "optim/arithmetic.py": 1, "optim/partition.py": 1, "optim/torch_optim.py": 1,
     "optim/wrappers.py": 1,
     "losses/vocabulary.py": 2, "torch_private.py": 1,

@@ -155,7 +155,10 @@ class MeshAxis(ProcessAxis):
         return values
 
     def complement(self, inner: ProcessAxis) -> MeshAxis:
-        """Returns the axis over the dimensions that its subaxis ``inner`` does not have."""
+        """Returns the axis over the dimensions that its subaxis ``inner`` does not have.
+
+        Raises ``ValueError`` if ``inner`` does not consist of some of the dimensions.
+        """
         dims = getattr(inner, "dims", ())
         others = tuple(dim for dim in self.dims if dim not in dims)
         if not others or len(others) + len(dims) != len(self.dims):

@@ -39,6 +39,8 @@ class ProcessAxis(ABC):
                 f"{bucket_bytes=} must be a whole number of bytes, such as {BUCKET_BYTES}"
             )
         self.bucket_bytes = bucket_bytes
+        # By ranks, since ThreadAxis has several.
+        self._gather_logs: dict[Any, list[str]] = {}
 
     @property
     @abstractmethod
@@ -59,6 +61,20 @@ class ProcessAxis(ABC):
     def global_ranks(self) -> frozenset[int]:
         """Returns the global ranks of the axis, this one included; empty if unknown."""
         return frozenset()
+
+    def start_gather_log(self) -> None:
+        """Starts to note what this rank gathers, until ``stop_gather_log``."""
+        self._gather_logs[self.rank, self.global_ranks] = []
+
+    def log_gather(self, name: str) -> None:
+        """Notes that this rank gathers params that go by this name."""
+        log = self._gather_logs.get((self.rank, self.global_ranks))
+        if log is not None:
+            log.append(name)
+
+    def stop_gather_log(self) -> list[str]:
+        """Returns what this rank has gathered since ``start_gather_log``, in order."""
+        return self._gather_logs.pop((self.rank, self.global_ranks), [])
 
     @property
     def index(self) -> Tensor:

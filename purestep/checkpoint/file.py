@@ -63,7 +63,8 @@ class SavedLeaves(NamedTuple):
 def read_file(path: File, like: NamedLeaves) -> SavedLeaves:
     """Reads the leaves of ``like`` from a file; of a ``Shard``, this rank's part.
 
-    The id of the save is the checksum.
+    Raises ``ValueError`` if the file is damaged, or if names, shapes or dtypes differ from
+    ``like``. The ``save_id`` is the checksum.
     """
     loaded = {name: state.empty_like(leaf) for name, leaf in like.items()}
     formatted = {}

@@ -50,7 +50,7 @@ def save_group(tree: Tree) -> Group:
 
 
 def is_first(group: Group) -> bool:
-    """Tells whether this rank does what only one of them has to do."""
+    """Returns whether this rank does what only one of them has to do."""
     return group is None or dist.get_rank(group) == 0
 
 

@@ -69,7 +69,10 @@ def save(path: File, tree: Tree) -> None:
 
 
 def agree_on_leaves(path: File, tree: Tree, group: Group) -> NamedLeaves:
-    """Returns the leaves that this rank saves; raises on all ranks if they differ."""
+    """Returns the leaves that this rank saves.
+
+    Raises on all ranks if paths, names, shapes or dtypes differ, or if one rank fails.
+    """
 
     def describe(leaves: NamedLeaves) -> set[str]:
         description = {os.fspath(path)}

@@ -50,7 +50,9 @@ COSTLY = frozenset(
 
 
 def inductor_options() -> dict[str, Any]:
-    """Returns options of ``torch.compile``.
+    """Returns options of ``torch.compile``, among them the rewrites of graphs for CPUs.
+
+    ``cpp_wrapper`` is True only without an accelerator and process groups.
 
     >>> sorted(inductor_options())
     ['cpp_wrapper', 'post_grad_custom_post_pass']
@@ -96,7 +98,7 @@ def split_addmm(graph: Graph) -> None:
 
 
 def onednn_is_faster(cpu_name: str) -> bool:
-    """Checks if oneDNN outruns MKL on this processor of ``torch.cpu.get_capabilities``.
+    """Returns whether oneDNN outruns MKL on this processor of ``torch.cpu.get_capabilities``.
 
     >>> onednn_is_faster("AMD EPYC"), onednn_is_faster("Intel Xeon")
     (True, False)
@@ -178,8 +180,9 @@ def _has_dense_rows(matrix: Tensor) -> bool:
 def hoist_scalars(graph: Graph) -> None:
     """Stores values that are costly, few and used by many, so that no loop repeats them.
 
-    A value is costly if a pointwise operation in COSTLY made it. It is stored if at least MANY
-    times as many elements are computed from it.
+    A value is costly if a pointwise operation in ``COSTLY`` made it, or if it is computed from a
+    costly value. It is stored if one loop computes at least ``MIN_USERS_PER_VALUE`` times as many
+    elements from it. If all of these come from one small value, that one is stored instead.
     """
     reach = _measure_reach(graph)
     costly: set[Node] = set()
@@ -209,7 +212,7 @@ def _measure_reach(graph: Graph) -> dict[Node, float]:
 
 
 def _repays_memory(node: Node, reach: float) -> bool:
-    """Checks if a costly value is few, and used by many."""
+    """Returns whether a costly value is few, and used by many."""
     num_elements = _num_elements(node)
     if not _is_pointwise(node) or num_elements == math.inf:
         return False
@@ -218,7 +221,7 @@ def _repays_memory(node: Node, reach: float) -> bool:
 
 
 def _store(graph: Graph, node: Node) -> None:
-    """Reads a node by a view of a copy: the compiler stores a tensor before it views it."""
+    """Makes the compiler store a node: its users read a view of a copy, which needs memory."""
     users = list(node.users)
     with graph.inserting_after(node):
         copy = _insert_clone(graph, node)
@@ -232,7 +235,7 @@ def _store(graph: Graph, node: Node) -> None:
 
 
 def _has_one_small_user(node: Node, enough: float) -> bool:
-    """Checks if one small value is all that is computed from it: store that one instead."""
+    """Returns whether one small value is all that is computed from it: store that one instead."""
     users = list(_iterate_users(node))
     if len(users) != 1:
         return False
@@ -266,7 +269,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _is_on_cpu(node: Node) -> bool:
-    """Checks for a tensor of the host: kernels of a device read such numbers otherwise."""
+    """Returns whether a tensor is on the host: a device's kernels read such numbers otherwise."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.device.type == "cpu"
 

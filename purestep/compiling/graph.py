@@ -244,7 +244,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _is_compiler_error(error: BaseException) -> bool:
-    """Checks if the compiler raised an error; its errors have no public names."""
+    """Returns whether the compiler raised an error; its errors have no public names."""
     modules = ("torch._dynamo.", "torch._inductor.")
     classes = type(error).__mro__
     return any(cls.__module__.startswith(modules) for cls in classes)

@@ -86,7 +86,7 @@ def mask_per_example_leaves(
 
 
 def is_named(path: str, name: str) -> bool:
-    """Tells whether the last name on a path is this one; items of a list have the list's name."""
+    """Returns whether the last name on a path is this one; items of a list have the list's name."""
     without_indices = re.sub(r"(\[\d+\])+$", "", path)
     return without_indices.endswith((f"[{name!r}]", f".{name}"))
 

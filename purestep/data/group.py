@@ -133,7 +133,7 @@ class Groups(Iterator[list[Microbatch]]):
 
 
 def _uses_global_generator(batches: Any) -> bool:
-    """Tells whether a ``DataLoader`` draws its order from torch's global generator."""
+    """Returns whether a ``DataLoader`` draws its order from torch's global generator."""
     if not isinstance(batches, DataLoader):
         return False
     random_samplers = RandomSampler | SubsetRandomSampler | WeightedRandomSampler

@@ -50,7 +50,7 @@ def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Ten
 
 
 def _check_integers(name: str, value: Tensor, *, allow_bool: bool) -> None:
-    """Raises unless ``value`` is a tensor of integers."""
+    """Raises unless ``value`` is a tensor of integers, or an empty one of any dtype."""
     if isinstance(value, Tensor):
         is_inexact = value.is_floating_point() or value.is_complex()
         is_refused_bool = value.dtype == torch.bool and not allow_bool

@@ -41,10 +41,13 @@ def prefetch(
     ``group(batches, k, start=position)`` goes on from there. It is None if the source has none, as
     lists and generators: then count the groups that you use.
 
-    ``close()`` ends the stream, and so does dropping the last reference to it. Neither waits for a
-    busy source: the thread ends after it, and drops its errors. The end of the program waits for
-    it, up to five seconds. The source itself is not closed; Python closes a generator without
-    references.
+    Take all microbatches of a group before the next group: afterwards the old group raises
+    ``RuntimeError``.
+
+    ``close()`` ends the stream, and so does dropping the last reference to it. Either waits for a
+    quarter of a second at most. If the source is busy, the thread ends after it, and drops its
+    errors. The end of the program waits for it, up to five seconds. The source itself is not
+    closed; Python closes a generator without references.
 
     Args:
         groups: sequences of microbatches on the host, for ``update_step``.
@@ -253,7 +256,10 @@ class _Prefetcher:
     # The consumer's side.
 
     def next_group(self) -> PrefetchedGroup | None:
-        """Returns the next group, or None at the end."""
+        """Returns the next group, or None at the end; raises the thread's error, once.
+
+        The first call starts the thread. The microbatches left of the last group are dropped.
+        """
         with self.changed:
             if self.thread.ident is None and not self.closed:
                 # A daemon that is inside of torch when the interpreter ends takes it down.

@@ -14,6 +14,8 @@ from purestep.types import Microbatch, Tree
 def split(batch: Tree, k: int) -> list[Microbatch]:
     """Cuts a batch into ``k`` microbatches of equal size, along the first dimension of its leaves.
 
+    Raises ``ValueError`` if ``k`` does not divide that dimension.
+
     >>> split({"x": torch.arange(6)}, k=2)
     [{'x': tensor([0, 1, 2])}, {'x': tensor([3, 4, 5])}]
     """

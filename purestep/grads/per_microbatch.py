@@ -2,15 +2,17 @@
 
 With ``gather="microbatch"``, gradients are scattered in buckets while each backward pass runs. All
 ranks gather and scatter together, so a rank with fewer microbatches joins the others with zeros.
+With ``gather="loss"``, it runs its last microbatch again, with weights of zero.
 """
 
-from functools import partial
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from purestep import tree, validation
-from purestep.counts import WeightedMicrobatches
+from purestep.counts import WeightedMicrobatches, compute_weights
 from purestep.grads.backends import GradBackends
 from purestep.grads.inplace import zeros_for_missing
 from purestep.grads.microbatch import (
@@ -20,25 +22,72 @@ from purestep.grads.microbatch import (
     MicrobatchResult,
 )
 from purestep.sharding.gather import gather_shards, make_reduce_scatter
-from purestep.types import Gather, GradHook
+from purestep.types import (
+    Gather,
+    GradHook,
+    LossFn,
+    LossOutput,
+    Microbatch,
+    Params,
+    WeightFn,
+)
 
 JOIN = object()
 """A microbatch that this rank does not have while others do."""
 
 
-def pad_microbatches(group: WeightedMicrobatches, length: int) -> WeightedMicrobatches:
-    """Appends ``JOIN`` to the group until it has this many microbatches.
+class Repeated(NamedTuple):
+    """A microbatch that this rank has computed before, and runs again with others."""
 
-    >>> group = WeightedMicrobatches([{"x": torch.ones(2)}], [None], None)
-    >>> len(pad_microbatches(group, 3).microbatches)
-    3
+    microbatch: Microbatch
+
+
+def accept_repeated(loss_fn: LossFn, gather: Gather) -> LossFn:
+    """Wraps a loss that gathers to take repeated microbatches, whose ``aux`` was added before."""
+    if gather != "loss":
+        return loss_fn
+
+    @wraps(loss_fn)
+    def wrapped(params: Params, microbatch: Any) -> Tensor | LossOutput:
+        if not isinstance(microbatch, Repeated):
+            return loss_fn(params, microbatch)
+        losses = loss_fn(params, microbatch.microbatch)
+        if isinstance(losses, LossOutput):
+            return losses._replace(aux=())
+        return losses
+
+    return wrapped
+
+
+def pad_microbatches(
+    group: WeightedMicrobatches,
+    length: int,
+    gather: Gather,
+    weight_fn: WeightFn | None,
+) -> WeightedMicrobatches:
+    """Appends microbatches without tokens until the group has this many.
+
+    With ``gather="loss"``, each is the last microbatch again. Without ``weight_fn``, whose weights
+    it would replace, the group stays as it is.
+
+    >>> group = WeightedMicrobatches([torch.ones(2)], [torch.ones(2)], None)
+    >>> pad_microbatches(group, 2, "loss", torch.ones_like).weights
+    [tensor([1., 1.]), tensor([0., 0.])]
     """
     num_missing = length - len(group.microbatches)
+    padding: Any = JOIN
+    weights = _no_tokens()
+    if gather == "loss" and num_missing:
+        if weight_fn is None:
+            return group
+        last = group.microbatches[-1]
+        padding = Repeated(last)
+        weights = torch.zeros_like(compute_weights(weight_fn, last))
     if not num_missing:
         return group
     return WeightedMicrobatches(
-        [*group.microbatches, *[JOIN] * num_missing],
-        [*group.weights, *[_no_tokens()] * num_missing],
+        [*group.microbatches, *[padding] * num_missing],
+        [*group.weights, *[weights] * num_missing],
         group.counts,
     )
 

@@ -103,7 +103,8 @@ class KeyedDropout(TorchFunctionMode):
         """Makes the innermost checkpoint draw the same numbers when it recomputes.
 
         The backward pass calls the checkpoint's function outside of this mode. So its function is
-        replaced by one that enters a mode again, at the index of now.
+        replaced by one that enters a mode again, and counts draws from where this mode is now.
+        Raises if an inner checkpoint has drawn before the outer one was seen.
         """
         last_frame = self._last_frame
         frame = checkpoint_frame()
@@ -148,10 +149,10 @@ class KeyedDropout(TorchFunctionMode):
         return mask.view(x.shape)
 
     def _may_be_second(self, shape: Sequence[int]) -> bool:
-        """Tests if another dimension than the first may be that of the examples.
+        """Returns whether another dimension than the first may be that of the examples.
 
-            With ``batch_first=False`` and as many tokens as examples, shapes do not tell
-        which is which. Each token of a position would draw from the key of another example.
+        With ``batch_first=False`` and as many tokens as examples, shapes do not tell which is
+        which. Each token of a position would draw from the key of another example.
         """
         if not self._batch_second or not self._batch_shape:
             return False
@@ -221,7 +222,7 @@ class KeyedDropout(TorchFunctionMode):
         return numbers.to(kwargs.get("device") or keys.device)
 
     def _bernoulli_(self, x: Tensor, p: Any = 0.5, **kwargs: Any) -> Tensor:
-        """Computes ``x.bernoulli_(p)`` where it draws one number for each example.
+        """Computes ``x.bernoulli_(p)`` with one number for each example; raises for other draws.
 
         timm drops the paths of an example by ``x.new_empty((rows, 1, 1)).bernoulli_(keep_prob)``,
         and torchvision does in ``StochasticDepth``.

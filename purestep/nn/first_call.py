@@ -152,10 +152,10 @@ def check_assigned(module: Module, buffers: Mapping[str, Tensor]) -> None:
 
 
 def _generator_states() -> tuple[Any, str]:
-    """Returns the states of Python's generator and of numpy's.
+    """Returns the state of Python's generator, and the ``repr`` of numpy's state.
 
-    numpy's holds an array of 624 numbers, for which ``==`` gives no bool, and ``repr`` shows them
-    all. A module that has not imported numpy does not draw from it.
+    numpy's state holds an array of 624 numbers. Its ``==`` gives no bool, and ``repr`` shows all of
+    them. A module that has not imported numpy does not draw from it.
     """
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None

@@ -21,19 +21,26 @@ from torch.nn import Module, Parameter
 
 from purestep import tree
 from purestep.nn import dropout, first_call, huggingface, outside, rebuild, validation
+from purestep.nn.units import Units, find_units, install_units
 from purestep.random import KeyOrPackedKeys
+from purestep.sharding.shard import unshard
 from purestep.torch_private import (
     check_no_rand_in_trace,
     has_backward_hooks,
     skip_compilation,
 )
+from purestep.tree.shard import Shard, is_shard
 
 MAX_SIGNATURES = 16
 """How many kinds of calls are checked: each prompt among the arguments, say, is another kind."""
 
 
 def from_module(
-    module: Module, *, trainable: str | Callable[[str, Parameter], bool] | None = None
+    module: Module,
+    *,
+    trainable: str | Callable[[str, Parameter], bool] | None = None,
+    units: Units = None,
+    remat: bool = False,
 ) -> tuple[dict[str, Tensor], Apply]:
     """Splits a module into the params that train and ``apply``, a pure function of them.
 
@@ -43,6 +50,9 @@ def from_module(
         trainable: the parameters to train: a pattern of names (``"*.bias"``), or a function of name
             and parameter. None: those that require grad, as LoRA needs. A tied one matches by any
             name.
+        units: parts that gather their own sharded params while they run, for ``gather="loss"``: a
+            class such as the model's block, several classes, or a function of name and module.
+        remat: compute units again in the backward pass, from their inputs, as ``ps.remat``.
 
     Returns:
         ``params``, a dict of copies, each tied parameter once; and
@@ -74,6 +84,13 @@ def from_module(
     ``torch.nn.functional``, attention's included. DropPath and StochasticDepth draw one number for
     each example. The first call refuses other draws by name.
 
+    **Units** are for models that do not fit one device, as in ZeRO-3. Pass ``ps.shard(params,
+    axis)`` and ``gather="loss"`` to the step. A unit's params are full while the unit runs, in the
+    forward pass and again in the backward pass. Elsewhere each rank has shards. Params of no unit
+    are gathered at the start of the call. All ranks must run the same units in the same order, so a
+    unit must not depend on data: a mixture's expert, say, is no unit. A param can be used only
+    inside a call of its unit. A compiler gathers all params at the start.
+
     >>> params, apply = from_module(torch.nn.Linear(2, 1))
     >>> {name: tuple(p.shape) for name, p in params.items()}
     {'weight': (1, 2), 'bias': (1,)}
@@ -96,7 +113,7 @@ def from_module(
             "require grad"
         )
     params = {name: p.detach().clone() for name, p in trained.items()}
-    return params, Apply(module, trained)
+    return params, Apply(module, trained, units, remat=remat)
 
 
 def _make_predicate(trainable: Any) -> Callable[[str, Parameter], bool]:
@@ -163,7 +180,14 @@ class Apply:
     eval: Apply
     """The same function of the module in evaluation mode."""
 
-    def __init__(self, module: Module, trained: Mapping[str, Parameter]) -> None:
+    def __init__(
+        self,
+        module: Module,
+        trained: Mapping[str, Parameter],
+        units: Units = None,
+        *,
+        remat: bool = False,
+    ) -> None:
         # A compiler whose graph breaks at a call would compile the call by itself, trace the checks
         # of a first call, and fail with an error of its own.
         skip_compilation(Apply.__call__)
@@ -183,6 +207,8 @@ class Apply:
         self._mappings = outside.find_mappings(module)
         self._parts = [*module.modules()] if self._mappings else []
         self._recipe = rebuild.make_recipe(module, [*tensors.values()], self._mappings)
+        self._units = find_units(module, trained, self._recipe, units)
+        self._is_remat = remat
         self._models = huggingface.models_of(module)
         # nn.MultiheadAttention and nn.LSTM say so of themselves.
         self._batch_second = any(
@@ -218,11 +244,12 @@ class Apply:
             "pass those of from_module, no others",
         )
         buffer_values = self._clone_buffers(buffers or {})
+        is_traced = torch.compiler.is_dynamo_compiling()
+        shards, params = self._gather_root(params, is_traced=is_traced)
         values = [params[name] for name in self._names]
         signature: Any = None
         first_call_check: AbstractContextManager[object] = nullcontext()
         rekeyed: AbstractContextManager[object] = nullcontext()
-        is_traced = torch.compiler.is_dynamo_compiling()
         if is_traced:
             self._prepare_trace()
         else:
@@ -237,9 +264,12 @@ class Apply:
                 uses_keys=key is not None,
             )
         constants = {**self._constants, **buffer_values}
-        module = rebuild.rebuild(
+        copies = rebuild.rebuild(
             self._recipe, [*values, *constants.values()], self._is_eval
         )
+        module = copies.module
+        if shards:
+            install_units(self._units, shards, copies, is_remat=self._is_remat)
         if self._mappings and not is_traced:
             rekeyed = outside.rekey_mappings(
                 self._mappings, self._parts, [*module.modules()]
@@ -269,6 +299,23 @@ class Apply:
         for name, buffer in buffers.items():
             clones[name] = _to_buffer_dtype(buffer, self._buffers[name]).clone()
         return clones
+
+    def _gather_root(
+        self, params: Mapping[str, Any], *, is_traced: bool
+    ) -> tuple[dict[str, Shard], Mapping[str, Tensor]]:
+        """Gathers the params of no unit; returns the shards of units, and all params.
+
+        There, a shard's local tensor is in the place of a unit's param. A compiler sees no units.
+        """
+        shards = {name: p for name, p in params.items() if is_shard(p)}
+        if not shards:
+            return {}, params
+        in_units = set()
+        if not is_traced:
+            in_units = {slot.name for unit in self._units for slot in unit.slots}
+        root = {name: shards.pop(name) for name in [*shards] if name not in in_units}
+        local = {name: shard.local for name, shard in shards.items()}
+        return shards, {**params, **unshard(root), **local}
 
     def _prepare_trace(self) -> None:
         """Refuses what a compiler would leave out, and reads signatures outside of its graph."""

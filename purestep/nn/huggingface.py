@@ -25,6 +25,9 @@ class Models(NamedTuple):
 def models_of(module: Module) -> Models:
     """Finds the models of transformers in a module, by an attribute of their class.
 
+    Returns with them the arguments of the module's ``forward``, and methods to inspect before a
+    trace.
+
     >>> models_of(torch.nn.Linear(1, 1)).models
     []
     """
@@ -87,7 +90,7 @@ def _check_mask(name: str, value: Any) -> None:
 
 
 def _has_cache(output: Any) -> bool:
-    """Tests if a model has returned a cache of keys and values."""
+    """Returns whether a model has returned a cache of keys and values."""
     if getattr(output, "past_key_values", None) is not None:
         return True
     # With return_dict=False, the cache is one of a tuple.

@@ -47,11 +47,27 @@ class Recipe(NamedTuple):
     """
     rekeyed_entries: list[tuple[int, int, int]]
     """The same for a dict some of whose keys are copies: the key, too, is a position."""
+    module_numbers: dict[str, int]
+    """Which object each part of the module is, by the part's name."""
     root: int
     """The position of the module."""
 
 
-def rebuild(recipe: Recipe, tensors: Sequence[Tensor], is_eval: bool) -> Any:
+class Copies(NamedTuple):
+    """The copies of one call: of the module, of all its objects, and of containers in them."""
+
+    module: Any
+    objects: list[Any]
+    containers: list[Any]
+
+    def container(self, number: int) -> Any:
+        """Returns a container by its number in the recipe; the first ones are attributes."""
+        if number < len(self.objects):
+            return self.objects[number].__dict__
+        return self.containers[number]
+
+
+def rebuild(recipe: Recipe, tensors: Sequence[Tensor], is_eval: bool) -> Copies:
     """Copies the module around these tensors; ``is_eval`` puts the copy in evaluation mode.
 
     This runs in each call, so it is a few plain loops; a compiler traces them like other code.
@@ -76,7 +92,7 @@ def rebuild(recipe: Recipe, tensors: Sequence[Tensor], is_eval: bool) -> Any:
             _set_attributes_in_trace(obj, attributes)
         else:
             obj.__dict__.update(attributes)
-    return values[recipe.root]
+    return Copies(values[recipe.root], objects, containers)
 
 
 def _set_attributes_in_trace(obj: Any, attributes: dict[str, Any]) -> None:
@@ -99,7 +115,7 @@ def make_recipe(
 
     >>> module = torch.nn.Linear(2, 2, bias=False)
     >>> recipe = make_recipe(module, [module.weight])
-    >>> doubled = rebuild(recipe, [2 * module.weight], is_eval=False)
+    >>> doubled = rebuild(recipe, [2 * module.weight], is_eval=False).module
     >>> torch.equal(doubled(torch.ones(2)), 2 * module(torch.ones(2)))
     True
     """
@@ -140,8 +156,14 @@ class _RecipeBuilder:
             derived=[],
             entries=[],
             rekeyed_entries=[],
+            module_numbers=self._number_modules(module),
             root=self._positions[id(module)],
         )
+
+    def _number_modules(self, module: Module) -> dict[str, int]:
+        """Numbers the parts of a module, by their place among the objects."""
+        numbers = {id(obj): number for number, obj in enumerate(self._objects)}
+        return {path: numbers[id(part)] for path, part in module.named_modules()}
 
     def add_entries(self) -> None:
         """Notes entries with copied values, and all entries of dicts with copied keys."""
@@ -152,7 +174,7 @@ class _RecipeBuilder:
                 self._add_entries_of(number, container)
 
     def _has_copied_keys(self, container: Any) -> bool:
-        """Tests if a container is a dict in which a key differs between copies."""
+        """Returns whether a container is a dict in which a key differs between copies."""
         if not isinstance(container, dict):
             return False
         return any(self._is_copied(key) for key in container)
@@ -187,11 +209,11 @@ class _RecipeBuilder:
                 self.recipe.entries.append((number, name, position))
 
     def _is_copied(self, value: Any) -> bool:
-        """Tests if a value differs between copies."""
+        """Returns whether a value differs between copies."""
         return id(value) in self._copied or self._is_id_of_part(value)
 
     def _is_id_of_part(self, value: Any) -> bool:
-        """Tests if a value is the id of a part: ``self.scale = {id(layer.weight): 3.0}``."""
+        """Returns whether a value is the id of a part: ``self.scale = {id(layer.weight): 3.0}``."""
         return type(value) is int and value in self._parts_by_id
 
     def _find_position(self, value: Any) -> int:
@@ -293,7 +315,7 @@ def _bind(function: Any, owner: Any) -> Any:
 
 
 def _is_cached_function(member: Any) -> bool:
-    """Tests if a member of a class is a function with ``functools.cache`` or ``lru_cache``."""
+    """Returns whether a member of a class is a function with ``cache`` or ``lru_cache``."""
     return type(member) is _CACHED
 
 
@@ -313,8 +335,15 @@ _RULES: dict[type, _Rule] = {
         join=_bind,
     ),
     partial: _Rule(
-        split=lambda function: (function.func, function.args, function.keywords),
-        join=lambda func, args, keywords: partial(func, *args, **keywords),
+        split=lambda function: (
+            function.func,
+            function.args,
+            tuple(function.keywords),
+            *function.keywords.values(),
+        ),
+        join=lambda func, args, names, *values: partial(
+            func, *args, **dict(zip(names, values, strict=True))
+        ),
     ),
     ref: _Rule(split=lambda reference: (reference(),), join=ref),
     set: _Rule(split=tuple, join=lambda *members: set(members)),
@@ -364,7 +393,7 @@ def _constructor_of(value: Any) -> Callable[..., Any] | None:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Tests if an object is its class and its ``__dict__``, and nothing else."""
+    """Returns whether an object is its class and its ``__dict__``, and nothing else."""
     cls = type(value)
     attributes = getattr(value, "__dict__", None)
     if cls in _RULES or not isinstance(attributes, dict):

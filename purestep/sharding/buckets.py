@@ -166,7 +166,10 @@ class GradBuckets:
         bucket.pending.add(index)
 
     def begin(self) -> None:
-        """Begins to watch for collectives of the loss: none but the buckets run from here on."""
+        """Notes how many collectives have begun on each axis.
+
+        If that number has changed when a bucket is full, the loss has run a collective.
+        """
         self._num_collectives = self._count_collectives()
 
     def _count_collectives(self) -> list[int | None]:
@@ -280,6 +283,12 @@ class _ShardBuckets(GradBuckets):
     first_bytes = math.inf
 
 
+class _FullBuckets(GradBuckets):
+    """Full gradients that are all there, and are scattered in buckets of equal size."""
+
+    first_bytes = math.inf
+
+
 def all_gather_in_buckets(
     shards: Sequence[Tensor], shard_specs: Sequence[ShardSpec]
 ) -> list[Tensor]:
@@ -294,3 +303,22 @@ def all_gather_in_buckets(
         reduce_axes={},
     )
     return buckets.run_remaining(shards)
+
+
+def reduce_scatter_in_buckets(
+    full_grads: Sequence[Tensor], shard_specs: Sequence[ShardSpec]
+) -> list[Tensor]:
+    """Sums full tensors over one axis each, in few collectives, and returns the shards.
+
+    No two of these share memory: a step adds to them in place.
+    """
+    if not full_grads:
+        return []
+    buckets = _FullBuckets(
+        axis=shard_specs[0].axis,
+        leaves=dict(enumerate(full_grads)),
+        dtypes=[grad.dtype for grad in full_grads],
+        scatter_specs=dict(enumerate(shard_specs)),
+        reduce_axes={},
+    )
+    return [shard.clone() for shard in buckets.run_remaining(full_grads)]

@@ -15,9 +15,10 @@ from purestep.types import Tree
 
 
 def to_dtensor(tree_: Tree) -> Tree:
-    """Replaces each ``Shard`` over a ``MeshAxis`` by a DTensor that shares its memory.
+    """Replaces each ``Shard`` by a DTensor that shares its memory.
 
-    Other leaves stay as they are. Autograd does not record this.
+    Raises ``TypeError`` for a ``Shard`` over another axis than a ``MeshAxis``. Other leaves stay as
+    they are. Autograd does not record this.
 
     >>> from purestep import shard
     >>> from torch.distributed.device_mesh import init_device_mesh

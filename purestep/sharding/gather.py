@@ -18,7 +18,11 @@ from torch.autograd import Function
 from purestep import tree
 from purestep.axis.base import Axis
 from purestep.axis.collectives import pvary
-from purestep.sharding.buckets import GradBuckets, all_gather_in_buckets
+from purestep.sharding.buckets import (
+    GradBuckets,
+    all_gather_in_buckets,
+    reduce_scatter_in_buckets,
+)
 from purestep.sharding.layout import collective_on_shard, reduce_axes, shards_over
 from purestep.tree.shard import ShardSpec, is_shard, zero_padding
 from purestep.types import Gather, GradHook, Params, Tree
@@ -128,10 +132,12 @@ def reduce_scatter(
     full_grads: Sequence[Tensor], shard_specs: Sequence[ShardSpec]
 ) -> list[Tensor]:
     """Sums full gradients over ranks, and returns this rank's shards of the sums."""
-    dtypes = [grad.dtype for grad in full_grads]
-    by_index = dict(enumerate(shard_specs))
-    _, finish = make_reduce_scatter(full_grads, dtypes, by_index)
-    return finish([*full_grads])
+    if _can_bucket(shard_specs, *full_grads):
+        return reduce_scatter_in_buckets(full_grads, shard_specs)
+    shards = []
+    for grad, shard_spec in zip(full_grads, shard_specs, strict=True):
+        shards.append(collective_on_shard("psum_scatter", grad, shard_spec))
+    return shards
 
 
 def make_reduce_scatter(
@@ -166,7 +172,7 @@ def make_reduce_scatter(
 
 
 def _can_bucket(shard_specs: Sequence[ShardSpec], *values: Tree) -> bool:
-    """Tells whether each rank runs its own program, and nothing traces what it does."""
+    """Returns whether each rank runs its own program, and nothing traces what it does."""
     for shard_spec in shard_specs:
         if not shard_spec.axis.is_multi_program:
             return False

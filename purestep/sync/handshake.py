@@ -175,6 +175,19 @@ def fingerprint(name: str, value: Tree) -> TreeFingerprint:
         return _cached_fingerprint.__wrapped__(name, spec, signatures)
 
 
+def fingerprint_order(name: str, words: Sequence[str]) -> TreeFingerprint:
+    """Describes a sequence of words: a line for each of them. Without any, its hash is 0.
+
+    >>> fingerprint_order("the order", ["a", "b"]).lines
+    ('1. a', '2. b', '')
+    """
+    lines = []
+    for number, word in enumerate(words, start=1):
+        lines.append(f"{number}. {word}")
+    number = hash64(*words) if words else 0
+    return TreeFingerprint(name, number, (*lines, ""), ())
+
+
 @lru_cache(64)
 def _cached_fingerprint(
     name: str, spec: tree.TreeSpec, signatures: Sequence[Any]
@@ -279,7 +292,11 @@ def _failure(axis: ProcessAxis, status: Status, *, can_ask: bool) -> RankError:
 def _disagreement(
     axis: ProcessAxis, compared: Mapping[str, TreeFingerprint], *, can_ask: bool
 ) -> ValueError:
-    """Returns the error that says in what the ranks differ."""
+    """Returns the error that says in what the ranks differ.
+
+    If ``can_ask``, all ranks call this together. Otherwise it names what may differ, and what this
+    rank has.
+    """
     notes = {name: (x.hash, x.lines) for name, x in compared.items()}
     if can_ask:
         difference = _describe_difference(axis.gather_object(notes))

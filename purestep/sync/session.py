@@ -40,6 +40,7 @@ EARLY_BUCKETS = (
     "the buckets that have left before a collective inside the loss "
     "(add 0 * w.sum() to it)"
 )
+UNIT_ORDER = "the order in which units gather params (choose units that all ranks run, in one order)"
 FAILED = -1
 """Sent in the place of a fingerprint, which is not negative."""
 
@@ -67,9 +68,11 @@ class Session(Protocol):
         opt_state: Tree,
         num_microbatches: int,
     ) -> TokenCounts:
-        """Sums the counts of all ranks, or raises an error that names the ranks that differ.
+        """Sums the counts of all ranks, and compares what the ranks are about to do.
 
-        ``counts`` and ``num_microbatches`` are those of this rank.
+        On the host, it raises an error that names the ranks that differ. On a device, a later call
+        raises an error, which cannot name them. ``counts`` and ``num_microbatches`` are those of
+        this rank.
         """
 
     def params_for_loss(self, params: Params) -> Params:
@@ -84,7 +87,10 @@ class Session(Protocol):
         """
 
     def max_microbatches(self, num_microbatches: int) -> int:
-        """Returns the largest number of microbatches of any rank, where each gathers params."""
+        """Returns how many microbatches the rank with the most of them has.
+
+        It is called if each microbatch gathers params, which all ranks do together.
+        """
 
     def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
         """Sums the results of all ranks; of a sharded leaf, it returns this rank's shard.
@@ -123,7 +129,7 @@ class SPMDSession:
         opt_state: Tree,
         num_microbatches: int,
     ) -> TokenCounts:
-        """Sums the counts of all ranks."""
+        """Sums the counts of all ranks; raises if a rank of a compiled step has no microbatch."""
         if self.axis.is_multi_program and not num_microbatches:
             raise ValueError(
                 f"a rank of {self.axis} holds no microbatch, and a compiled step is one program "
@@ -232,11 +238,13 @@ class MultiProgramSession:
         self._first: handshake.PendingStatus | None = None
         self._holds_microbatches = False
         self._gathers_in_backward = False
+        self._gather_axes: set[ProcessAxis] = set()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> None:
+        self._stop_gather_logs()
         if error is not None and self._awaited is not None:
             with suppress(BaseException):  # The first error is the one that is raised.
                 self._send_failure(error)
@@ -248,7 +256,11 @@ class MultiProgramSession:
         opt_state: Tree,
         num_microbatches: int,
     ) -> TokenCounts:
-        """Sums the counts of all ranks, where all are about to do the same."""
+        """Sums the counts of all ranks, and compares what the ranks are about to do.
+
+        On the host, it raises if they differ. On a device, ``max_microbatches`` or
+        ``all_reduce_grads`` raises. It refuses tensors that autograd or a transform records.
+        """
         axis = self._axis
         if axis.shares_backward_thread:
             _check_backward_threads(axis, params)
@@ -258,6 +270,10 @@ class MultiProgramSession:
         fingerprint = handshake.hash64(*(f.hash for f in fingerprints.values()))
         shards = shards_over(fingerprints["params"].shard_specs, axis)
         self._gathers_in_backward = self._gather != "step" and bool(shards)
+        if self._gather == "loss":
+            self._gather_axes = {shard_spec.axis for shard_spec in shards.values()}
+            for shard_axis in self._gather_axes:
+                shard_axis.start_gather_log()
         self._holds_microbatches = num_microbatches > 0
         message = handshake.encode_status(
             axis,
@@ -281,7 +297,12 @@ class MultiProgramSession:
         """Fingerprints all that must be the same on every rank, by its name in errors."""
         trees = {"params": params, "opt_state": opt_state, "settings": self._config}
         if self._gather == "loss":
-            trees[MICROBATCH_COUNT] = {"microbatches": str(num_microbatches)}
+            number = str(num_microbatches)
+            if num_microbatches and self._config["weight_fn"] == "given":
+                number = (
+                    "one or more"  # A rank repeats its last one, with weights of zero.
+                )
+            trees[MICROBATCH_COUNT] = {"microbatches": number}
         return {name: handshake.fingerprint(name, x) for name, x in trees.items()}
 
     def params_for_loss(self, params: Params) -> Params:
@@ -341,15 +362,17 @@ class MultiProgramSession:
         num_early = self._buckets.num_early
         aux = handshake.fingerprint("LossOutput.aux", sums.aux)
         early = handshake.fingerprint(EARLY_BUCKETS, str(num_early))
+        order = handshake.fingerprint_order(UNIT_ORDER, self._stop_gather_logs())
+        aux_hash = 0 if tree.is_empty(sums.aux) else aux.hash
         message = handshake.encode_status(
             self._axis,
             holds_microbatches=self._holds_microbatches,
-            fingerprint=(0 if tree.is_empty(sums.aux) else aux.hash) + num_early,
+            fingerprint=aux_hash + num_early + order.hash,
             counts=sums.counts,
             loss=sums.loss,
         )
         self._all_reduce_message(message)
-        status = self._check_second(message, [aux, early])
+        status = self._check_second(message, [aux, early, order])
 
         has_float_weights = sums.counts.num_tokens.is_floating_point()
         has_float_weights = has_float_weights or not self._holds_microbatches
@@ -373,8 +396,10 @@ class MultiProgramSession:
         axis = self._axis
         assert self._first is not None
         num_holding = int(self._first.read().num_holding)
-        # Ranks without microbatches have no aux, whose structure the others share.
-        if not axis.on_host and num_holding == axis.size:
+        # Ranks without microbatches have no aux, whose structure the others share. An order in
+        # which units gather is compared at once: gradients of one would be those of another.
+        has_order = bool(fingerprints[-1].hash)
+        if not axis.on_host and num_holding == axis.size and not has_order:
             return None
         compared = {}
         if self._holds_microbatches:
@@ -410,6 +435,13 @@ class MultiProgramSession:
             total = self._buckets.sums.get(index, grad)
             totals.append(tree.match_strides(leaf, total))
         return tree.unflatten(spec, totals)
+
+    def _stop_gather_logs(self) -> list[str]:
+        """Returns the names of the units that this rank has gathered, in order."""
+        order = []
+        for axis in self._gather_axes:
+            order += axis.stop_gather_log()
+        return order
 
     def _await_grads(self) -> None:
         """Marks that other ranks wait for the second message now, and begins the buckets."""

@@ -80,7 +80,7 @@ class PureTrainer:
             self._states = [run_step(step, state, group[0])]
 
     def observe(self) -> Sequence[Observation]:
-        """Returns the params, and what the metrics report."""
+        """Returns the params of each rank, and what its metrics report."""
         return [
             Observation(
                 state.params,

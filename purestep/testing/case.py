@@ -311,9 +311,9 @@ def _double_length(batch: Batch) -> Batch:
 
 
 def agree(trainer: Trainer, case: Case) -> bool:
-    """Tells whether the two runs agree to the bit, in their last states and in what they report.
+    """Returns whether the two runs end with the same parameters, to the bit, on every rank.
 
-    Raises ``DisagreementError`` if they differ by more than rounding explains.
+    Raises ``DisagreementError`` if parameters or reports differ by more than rounding explains.
     """
     reference = case.first or case.second
     # The first run has no more in it than has to be computed.
@@ -364,7 +364,10 @@ def _check_ranks(
     bound: Bound,
     scale: float,
 ) -> None:
-    """Checks what each rank sees after one run; ``scale`` is that of its count of tokens."""
+    """Checks the params and reports that each rank sees after one run.
+
+    Each must be that of ``expected``, but the count of tokens is ``scale`` times as large.
+    """
     start = case.problem.params()
     for rank, observation in enumerate(seen):
         where = f" on rank {rank}" if len(seen) > 1 else ""

@@ -20,7 +20,7 @@ SEVERITY = ("not asked", "holds", "refuses", "wrong")
 
 
 class Verdict(NamedTuple):
-    """Tells whether a trainer keeps one law.
+    """Returns whether a trainer keeps one law.
 
     ``status`` is "holds", in ``cases`` cases, of which so many ``num_bitwise``; "wrong", with the
     smallest ``case`` found, ``reason`` in words, and the ``size`` of the error relative to the

@@ -228,7 +228,7 @@ class _World:
 
     @property
     def is_running(self) -> bool:
-        """Tells whether the calling thread is a rank already."""
+        """Returns whether the calling thread is a rank already."""
         return hasattr(self._local, "run")
 
     def current(self, axis: ThreadAxis) -> tuple[_Run, int]:
@@ -295,7 +295,7 @@ class _Collective:
     errors: dict[int, str] = field(default_factory=dict)
 
     def is_done(self, rank: int) -> bool:
-        """Tells whether there is a result or an error for a rank."""
+        """Returns whether there is a result or an error for a rank."""
         return rank in self.results or rank in self.errors
 
 

@@ -100,7 +100,10 @@ class Watch:
         self._changed_inputs: list[tuple[str, str]] = []
 
     def call(self, function: Callable[[Group], Any], group: Group) -> Any:
-        """Calls an update or an evaluation on a copy of the data, and compares the copy."""
+        """Calls a function on a copy of the data, and notes what it has changed there.
+
+        Returns the function's result; ``changed`` lists the notes.
+        """
         copied = []
         for share in group:
             copied.append([_clone(batch) for batch in share])

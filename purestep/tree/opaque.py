@@ -41,7 +41,8 @@ def has_graph(leaf: Any) -> bool:
 def detach_opaque(leaf: Any) -> Any:
     """Copies a leaf with detached tensors, which require grad if the originals do.
 
-    So what a loss does to them, such as ``requires_grad_()``, leaves the caller's tensors alone.
+    It copies dicts, ``UserDict``, lists, tuples and dataclasses. Other objects stay as they are.
+    So what a loss does to these tensors, such as ``requires_grad_()``, leaves the caller's alone.
     They require grad since networks for physics differentiate by their collocation points.
     """
     if isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""Tells whether autograd, a transform of ``torch.func`` or a compiler follows tensors.
+"""Returns whether autograd, a transform of ``torch.func`` or a compiler follows tensors.
 
 Code that writes into a buffer, or reads a value on the host, asks here first.
 """

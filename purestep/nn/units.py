@@ -1,0 +1,366 @@
+"""Units of a module: parts that gather their own sharded params where they run.
+
+    unit(shards, x) = unit(unshard(shards), x)
+
+Between its calls, a rank holds a unit's shards alone. The backward pass gathers the params again,
+and scatters their gradients. What it needs beside them is either saved or, with ``remat``, computed
+again from the unit's inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any, NamedTuple, TypeAlias, cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from purestep import tree
+from purestep.nn.rebuild import Copies, Recipe
+from purestep.remat import remat
+from purestep.sharding.shard import unshard
+from purestep.torch_private import (
+    call_module,
+    has_transforms,
+    in_checkpoint,
+    replace_call,
+    saved_tensors_hooks,
+)
+from purestep.tree.opaque import tensors_in
+from purestep.tree.shard import Shard
+
+Units: TypeAlias = (
+    type[Module] | Sequence[type[Module]] | Callable[[str, Module], bool] | None
+)
+"""What chooses units: a class, several classes, or a function of name and module."""
+
+_READS = (
+    "__get__",
+    "size",
+    "stride",
+    "dim",
+    "numel",
+    "is_floating_point",
+    "is_complex",
+)
+"""Functions that ask what a tensor is, and compute nothing."""
+
+
+class Slot(NamedTuple):
+    """The place of a param among the containers of a copied module."""
+
+    container: int
+    key: Any
+    name: str
+
+
+class UnitSpec(NamedTuple):
+    """A part of a module, and the slots of the params that no other part holds."""
+
+    path: str
+    module_number: int
+    slots: list[Slot]
+
+
+def find_units(
+    module: Module, trained: Mapping[str, Parameter], recipe: Recipe, units: Units
+) -> list[UnitSpec]:
+    """Finds the chosen parts of a module that have params, each param in the innermost one.
+
+    A param that two parts share belongs to the innermost part around both, if there is one. The
+    params of no unit are the root's, as are those that a bound method or partial holds.
+    """
+    is_unit = _make_unit_predicate(units)
+    paths: dict[int, str] = {}
+    for path, part in module.named_modules():
+        if path and is_unit(path, part):
+            if type(part).forward is Module.forward:
+                raise ValueError(
+                    f"{path} is a {type(part).__name__}, which is not called itself, so it cannot "
+                    "be a unit: choose the modules in it"
+                )
+            paths[id(part)] = path
+    if units is not None and not paths:
+        raise ValueError(
+            f"{units=} chooses no part of {type(module).__name__}: pass the class of its blocks, "
+            "or a function of name and module"
+        )
+    owners = _find_owners(module, paths)
+    derived = {position for _, parts in recipe.derived for position in parts}
+    slots: dict[int, list[Slot]] = {}
+    names = [*trained]
+    for container, key, position in recipe.entries:
+        if position >= len(names) or position in derived:
+            continue
+        owner = owners.get(id(trained[names[position]]))
+        if owner is not None:
+            slots.setdefault(owner, []).append(Slot(container, key, names[position]))
+    specs = []
+    for part_id, path in paths.items():
+        if part_id in slots:
+            specs.append(UnitSpec(path, recipe.module_numbers[path], slots[part_id]))
+    return specs
+
+
+def _make_unit_predicate(units: Units) -> Callable[[str, Module], bool]:
+    """Makes the function that chooses units, from all that ``units`` may be."""
+    if units is None:
+        return lambda path, part: False
+    classes: tuple[Any, ...] = (units,)
+    if isinstance(units, Sequence):
+        classes = tuple(units)
+    if classes and all(isinstance(cls, type) for cls in classes):
+        return lambda path, part: isinstance(part, classes)
+    if not callable(units):
+        raise TypeError(
+            f"{units=} must be a class of modules, several classes, or a function of name and "
+            "module, such as lambda name, module: isinstance(module, Block)"
+        )
+    return cast("Callable[[str, Module], bool]", units)
+
+
+def _find_owners(module: Module, paths: Mapping[int, str]) -> dict[int, int]:
+    """Finds the unit of each parameter, both by id; those of the root are left out."""
+    # The units around each place of a parameter, the outermost first.
+    around: dict[int, list[list[int]]] = {}
+    chains: dict[str, list[int]] = {"": []}
+    for path, part in module.named_modules(remove_duplicate=False):
+        chain = [*chains[path.rpartition(".")[0]]] if path else []
+        if id(part) in paths:
+            chain.append(id(part))
+        chains[path] = chain
+        for parameter in part.parameters(recurse=False):
+            around.setdefault(id(parameter), []).append(chain)
+    owners = {}
+    for parameter_id, units in around.items():
+        levels = zip(*units, strict=False)
+        shared = [*takewhile(lambda level: len(set(level)) == 1, levels)]
+        if shared:
+            owners[parameter_id] = shared[-1][0]
+    return owners
+
+
+class Absent(Tensor):
+    """Stands for the params of a unit that does not run: it has their shape, and no values."""
+
+    param_name = "a param"
+
+    @staticmethod
+    def of(shard: Shard, name: str) -> Absent:
+        """Makes one for a sharded param, in the memory of one element."""
+        element = shard.local.detach().new_empty(())
+        absent: Absent = element.expand(shard.shape).as_subclass(Absent)
+        absent.param_name = name
+        return absent
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answers what a tensor of its shape is; raises where something computes with it."""
+        if getattr(func, "__name__", "") in _READS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        leaves = tree.leaves((args, kwargs or {}))
+        names = [leaf.param_name for leaf in leaves if isinstance(leaf, Absent)]
+        raise RuntimeError(
+            f"{', '.join(names) or 'a param'} is used outside of the call of its unit, where this "
+            "rank holds a shard of it: choose as unit a module whose call does all that uses it, "
+            "or leave it out of units= (a checkpoint inside a unit calls its parts again: take "
+            "remat=True in its place)"
+        )
+
+
+def install_units(
+    units: Sequence[UnitSpec],
+    shards: Mapping[str, Shard],
+    copies: Copies,
+    *,
+    is_remat: bool,
+) -> None:
+    """Lets each unit of a copied module gather its shards when it is called."""
+    for unit in units:
+        slots = [slot for slot in unit.slots if slot.name in shards]
+        if not slots:
+            continue
+        own_shards = {slot.name: shards[slot.name] for slot in slots}
+        absent = {name: Absent.of(shard, name) for name, shard in own_shards.items()}
+        places = []
+        for slot in slots:
+            places.append((copies.container(slot.container), slot.key, slot.name))
+        _fill(places, absent)
+        unit_module = copies.objects[unit.module_number]
+        run = _recompute if is_remat else _gather_again
+        # By a weak reference: a module that held itself would wait for Python's collector, with
+        # all of the root's params.
+        weak_module = ref(unit_module)
+        sharded_unit = _ShardedUnit(unit.path, own_shards, places, absent)
+        replace_call(unit_module, partial(_call_unit, run, sharded_unit, weak_module))
+
+
+Places: TypeAlias = Sequence[tuple[Any, Any, str]]
+"""Containers, keys, and the names of the params that go there."""
+
+
+def _fill(places: Places, values: Mapping[str, Tensor]) -> None:
+    """Puts params, or what stands for them, into a module."""
+    for container, key, name in places:
+        container[key] = values[name]
+
+
+class _ShardedUnit(NamedTuple):
+    """A unit of a copied module, with its shards and the places of its params."""
+
+    path: str
+    shards: Mapping[str, Shard]
+    places: Places
+    absent: Mapping[str, Tensor]
+
+    def unshard(self, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
+        """Gathers the unit's params, in an order that the ranks compare at the end of the step."""
+        for axis in dict.fromkeys(shard.axis for shard in shards.values()):
+            if axis.is_multi_program:
+                axis.log_gather(self.path)
+        try:
+            params: dict[str, Tensor] = unshard(shards)
+        except Exception as error:
+            error.add_note(f"where {self.path}, a unit, gathers its params")
+            raise
+        return params
+
+    def call(
+        self, module: Module, params: Mapping[str, Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        """Calls the module with full params, which it holds for so long."""
+        _fill(self.places, params)
+        try:
+            return call_module(module, *args, **kwargs)
+        finally:
+            _fill(self.places, self.absent)
+
+
+def _call_unit(
+    run: Callable[..., Any],
+    unit: _ShardedUnit,
+    weak_module: ref[Module],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs a call of a unit, in one of the two ways."""
+    return run(unit, weak_module(), args, kwargs)
+
+
+def _recompute(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> Any:
+    """Runs a unit of which only the inputs stay: the backward pass calls it again."""
+    if kwargs.get("past_key_values") is not None and torch.is_grad_enabled():
+        raise ValueError(
+            f"{unit.path} writes to a cache of keys and values, and with remat=True it would write "
+            "twice: pass use_cache=False to the model"
+        )
+
+    @remat
+    def run(shards: Any, args: Any, kwargs: Any) -> Any:
+        return unit.call(module, unit.unshard(shards), args, kwargs)
+
+    return run(unit.shards, args, kwargs)
+
+
+def _gather_again(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> Any:
+    """Runs a unit whose activations stay, but not its params: the backward pass gathers them."""
+    # What a checkpoint computes again gathers again.
+    is_saving = torch.is_grad_enabled() and not in_checkpoint()
+    params = unit.unshard(unit.shards)
+    if not is_saving or has_transforms():
+        return unit.call(module, params, args, kwargs)
+    gathered = _GatheredAgain(unit, {})
+    pack, unpack = _make_hooks(gathered, params)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        output = unit.call(module, params, args, kwargs)
+    gathered.fill_in_backward(params, output)
+    return output
+
+
+class _GatheredAgain(NamedTuple):
+    """The params of a unit in the backward pass: gathered when the first of them is needed."""
+
+    unit: _ShardedUnit
+    params: dict[str, Tensor]
+
+    def read(self) -> dict[str, Tensor]:
+        """Returns the params, without their graph."""
+        if not self.params:
+            with torch.no_grad():
+                shards = tree.map(Tensor.detach, dict(self.unit.shards))
+                self.params.update(self.unit.unshard(shards))
+        return self.params
+
+    def fill_in_backward(self, params: Mapping[str, Tensor], output: Any) -> None:
+        """Puts the params into the module while the backward pass is in the unit.
+
+        A checkpoint inside of the unit calls its parts there once more.
+        """
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._enter)
+        for param in params.values():
+            if param.grad_fn is not None:
+                # The backward pass of the gather comes after all that computes with the params.
+                param.grad_fn.register_prehook(self._leave)
+                break
+
+    def _enter(self, _: Tensor) -> None:
+        wanted = {}
+        for name, param in self.read().items():
+            wanted[name] = param.requires_grad_(
+                self.unit.shards[name].local.requires_grad
+            )
+        _fill(self.unit.places, wanted)
+
+    def _leave(self, _: Any) -> None:
+        _fill(self.unit.places, self.unit.absent)
+        self.params.clear()
+
+
+class _Saved(NamedTuple):
+    """Describes a view of a full param, which the graph saves instead of the view."""
+
+    name: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _make_hooks(
+    gathered: _GatheredAgain, params: Mapping[str, Tensor]
+) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Makes hooks for saved tensors that keep no full param, and gather it when it is needed."""
+    names = {}
+    for name, param in params.items():
+        if param.numel():  # Without memory, all have one address.
+            names[param.untyped_storage().data_ptr()] = name
+    dtypes = {name: param.dtype for name, param in params.items()}
+    outer_pack, outer_unpack = saved_tensors_hooks()
+
+    def pack(x: Tensor) -> Any:
+        name = None
+        if type(x) is Tensor and x.layout is torch.strided:
+            name = names.get(x.untyped_storage().data_ptr())
+        if name is None or x.dtype != dtypes[name]:
+            return outer_pack(x)
+        return _Saved(name, x.shape, x.stride(), int(x.storage_offset()))
+
+    def unpack(saved: Any) -> Tensor:
+        if not isinstance(saved, _Saved):
+            return outer_unpack(saved)
+        param = gathered.read()[saved.name].detach()
+        return param.as_strided(saved.shape, saved.stride, saved.offset)
+
+    return pack, unpack

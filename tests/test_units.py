@@ -1,0 +1,431 @@
+"""Tests units of modules, which gather their own shards: what is refused, what goes wrong on a rank, what is alive.
+
+T12 compares their numbers with those of full params, and tests/model_families.py models of transformers.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import purestep as ps
+from purestep import tree
+from purestep.testing import ThreadAxis
+from support.strategies import assert_same
+from tests.memory import LiveBytes
+
+pytestmark = pytest.mark.timeout(60)
+
+WIDTH = 8
+OPTIMIZER = ps.optim.sgd(0.5)
+
+
+class Block(nn.Module):
+    """A layer of integers, which calls ``then`` on its result."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        weight = torch.arange(width * width).view(width, width) % 5 - 2
+        self.weight = nn.Parameter(weight.to(torch.float64))
+        self.then: Callable[[Tensor], Tensor] = torch.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(x @ self.weight) * 0.125
+
+
+class Model(nn.Module):
+    """Blocks between two layers, which are in no unit."""
+
+    def __init__(self, num_blocks: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = Block(width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum(-1)
+
+
+def is_block(name: str, module: nn.Module) -> bool:
+    return name.startswith("blocks.") and isinstance(module, Block)
+
+
+def weigh_rows(x: Tensor) -> Tensor:
+    return torch.ones(len(x), dtype=torch.int64)
+
+
+def make_rows(count: int) -> Tensor:
+    """Makes integers."""
+    return (torch.arange(count * WIDTH).view(count, WIDTH) % 7 - 3).to(torch.float64)
+
+
+def make_step(apply: Callable[..., Any], axis: ps.Axis, **settings: Any) -> Any:
+    """Makes a step on the ranks' rows."""
+    return ps.make_update_step(
+        apply,
+        OPTIMIZER,
+        weight_fn=weigh_rows,
+        axis=axis,
+        **{"gather": "loss", **settings},
+    )
+
+
+def step_on_one_rank(model: nn.Module, rows: Tensor) -> Any:
+    """Takes a step on full params."""
+    params, apply = ps.from_module(model)
+    step = make_step(apply, ps.LocalAxis(), gather="step")
+    return step(params, OPTIMIZER.init(params), [rows])
+
+
+def step_on_ranks(
+    model: nn.Module, groups: list[list[Tensor]], **settings: Any
+) -> list[Any]:
+    """Takes a step on shards, on threads, and returns full params and metrics of each rank."""
+    axis = ThreadAxis(len(groups))
+    params, apply = ps.from_module(model, **{"units": is_block, **settings})
+    step = make_step(apply, axis)
+
+    def program(group: list[Tensor]) -> Any:
+        shards = ps.shard(params, axis)
+        new_params, _, metrics = step(shards, OPTIMIZER.init(shards), group)
+        return ps.unshard(new_params), metrics
+
+    return axis.map(program)(groups)
+
+
+# What is right
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "activations stay": {},
+    "inputs stay": {"remat": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_class_of_units(way: str) -> None:
+    """Takes the step of one rank, to the bit."""
+    rows = make_rows(8)
+    expected, _, expected_metrics = step_on_one_rank(Model(), rows)
+    groups = [[rows[:1]], [rows[1:3], rows[3:8]]]
+    for params, metrics in step_on_ranks(Model(), groups, units=Block, **WAYS[way]):
+        assert_same(params, expected)
+        assert_same(metrics.loss, expected_metrics.loss)
+
+
+def test_units_in_one_program() -> None:
+    """Gathers under vmap, where nothing can be saved or recomputed."""
+    axis = ps.VmapAxis(2)
+    rows = make_rows(8)
+    expected, _, _ = step_on_one_rank(Model(), rows)
+    params, apply = ps.from_module(Model(), units=Block)
+    step = make_step(apply, axis)
+
+    def program(rows: Tensor) -> Any:
+        shards = ps.shard(params, axis)
+        new_params, _, _ = step(shards, OPTIMIZER.init(shards), [rows])
+        return ps.unshard(new_params)
+
+    assert_same(axis.map(program, out_dims=None)(rows.view(2, 4, WIDTH)), expected)
+
+
+def test_units_of_one_graph() -> None:
+    """Compiles a call, which gathers all params at its start."""
+    params, apply = ps.from_module(Model(), units=Block)
+    shards = ps.shard(params, ps.LocalAxis())
+    rows = make_rows(8)
+    compiled = torch.compile(apply, backend="aot_eager", fullgraph=True)
+    assert_same(compiled(shards, rows), apply(params, rows))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_and_saved_tensors_of_the_caller(way: str) -> None:
+    """Calls a unit's hooks once in each run of it, and packs its activations by the caller's hooks."""
+    model = Model()
+    calls = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: calls.append("called"))
+    axis = ThreadAxis(2)
+    params, apply = ps.from_module(model, units=is_block, **WAYS[way])
+
+    def loss_fn(params: Any, rows: Tensor) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return apply(params, rows)
+
+    step = make_step(loss_fn, axis)
+    rows = make_rows(8)
+
+    def program(rows: Tensor) -> Any:
+        shards = ps.shard(params, axis)
+        return ps.unshard(step(shards, OPTIMIZER.init(shards), [rows])[0])
+
+    expected, _, _ = step_on_one_rank(Model(), rows)
+    for new_params in axis.map(program)([rows[:4], rows[4:]]):
+        assert_same(new_params, expected)
+    runs_per_rank = 2 if "remat" in WAYS[way] else 1
+    assert len(calls) == 2 * runs_per_rank
+
+
+def test_a_checkpoint_inside_of_a_unit() -> None:
+    """Finds the unit's params when the backward pass calls its parts again."""
+    model = Model()
+    for block in model.blocks:
+        inner = block.forward
+        block.forward = partial(checkpoint, inner, use_reentrant=False)
+    rows = make_rows(8)
+    expected, _, _ = step_on_one_rank(Model(), rows)
+    for params, _ in step_on_ranks(model, [[rows[:4]], [rows[4:]]]):
+        assert_same(params, expected)
+
+
+def test_a_param_that_a_partial_holds_is_the_root_s() -> None:
+    """Gathers it at the start of the call: the partial is made anew in each call."""
+    model = Model()
+    block: Any = model.blocks[1]
+    block.then = partial(functional.linear, weight=block.weight)
+    rows = make_rows(8)
+    expected, _, _ = step_on_one_rank(model, rows)
+    for params, _ in step_on_ranks(model, [[rows[:4]], [rows[4:]]]):
+        assert_same(params, expected)
+
+
+def test_sums_of_half_precision_are_float32() -> None:
+    """Reduces the gradients of bfloat16 params in float32, as without units."""
+    rows = make_rows(8).to(torch.bfloat16)
+    axis = ThreadAxis(2)
+    results = []
+    for units, gather in ((None, "microbatch"), (Block, "loss")):
+        params, apply = ps.from_module(Model().to(torch.bfloat16), units=units)
+        step = make_step(apply, axis, gather=gather)
+
+        def program(rows: Tensor, params: Any = params, step: Any = step) -> Any:
+            shards = ps.shard(params, axis)
+            group = [*rows.split(1)]
+            return ps.unshard(step(shards, OPTIMIZER.init(shards), group)[0])
+
+        results.append(axis.map(program)([rows[:4], rows[4:]]))
+    assert_same(results[1], results[0])
+
+
+# What is refused
+
+
+def test_units_that_choose_nothing() -> None:
+    with pytest.raises(ValueError, match="chooses no part of Model"):
+        ps.from_module(Model(), units=nn.Linear)
+
+
+def test_units_that_are_no_choice() -> None:
+    with pytest.raises(TypeError, match="must be a class of modules"):
+        ps.from_module(Model(), units="blocks.*")  # type: ignore[arg-type]
+
+
+def test_a_unit_that_is_not_called() -> None:
+    with pytest.raises(ValueError, match="blocks is a ModuleList, which is not called"):
+        ps.from_module(Model(), units=nn.ModuleList)
+
+
+class Reads(nn.Module):
+    """Computes with a block's weight without a call of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.block.weight.shape == (WIDTH, WIDTH)
+        return (x @ self.block.weight).sum(-1)
+
+
+def test_a_param_outside_of_its_unit() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"block\.weight is used outside of the call"
+    ):
+        step_on_ranks(Reads(), [[make_rows(1)], [make_rows(1)]], units=Block)
+
+
+class Caches(nn.Module):
+    """Passes a cache to its block, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.block.forward = self.write  # type: ignore[assignment, method-assign]
+
+    def write(self, x: Tensor, past_key_values: list[Tensor]) -> Tensor:
+        past_key_values.append(x)
+        return x @ self.block.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.block(x, past_key_values=[])
+        return output.sum(-1)
+
+
+def test_a_cache_in_a_unit_that_is_recomputed() -> None:
+    groups = [[make_rows(1)], [make_rows(1)]]
+    with pytest.raises(ValueError, match="pass use_cache=False"):
+        step_on_ranks(Caches(), groups, units=Block, remat=True)
+    assert step_on_ranks(Caches(), groups, units=Block)
+
+
+# Ranks that go wrong
+
+
+def run_other_order(module: Any, x: Tensor, is_other: bool) -> Tensor:
+    """Runs the blocks backwards on one rank."""
+    blocks = [*module.blocks]
+    for block in reversed(blocks) if is_other else blocks:
+        x = block(x)
+    return x.square().sum(-1)
+
+
+class Ordered(Model):
+    def forward(self, x: Tensor, is_other: bool = False) -> Tensor:
+        return run_other_order(self, x, is_other)
+
+
+def test_another_order_of_units() -> None:
+    """Says on all ranks which unit differs first, and updates nothing; the next step is right."""
+    axis = ThreadAxis(3)
+    params, apply = ps.from_module(Ordered(), units=Block)
+    rows = make_rows(8)
+    parts = [rows[:2], rows[2:4], rows[4:]]
+    message = (
+        r"disagree on the order in which units gather .*"
+        r"ranks 0, 2 with 1\. blocks\.0, .* against rank 1 with 1\. blocks\.2"
+    )
+
+    def loss_fn(params: Any, microbatch: Any) -> Any:
+        return apply(params, microbatch["x"], is_other=bool(microbatch["other"]))
+
+    step = ps.make_update_step(
+        loss_fn,
+        OPTIMIZER,
+        weight_fn=lambda microbatch: weigh_rows(microbatch["x"]),
+        axis=axis,
+        gather="loss",
+    )
+
+    def program(rank: int) -> Any:
+        shards = ps.shard(params, axis)
+        state = OPTIMIZER.init(shards)
+        other = torch.tensor(rank == 1)
+        with pytest.raises(ValueError, match=message):
+            step(shards, state, [{"x": parts[rank], "other": other}])
+        right = {"x": parts[rank], "other": torch.tensor(False)}
+        return ps.unshard(step(shards, state, [right])[0])
+
+    expected, _, _ = step_on_one_rank(Ordered(), rows)
+    for new_params in axis.map(program)(range(3)):
+        assert_same(new_params, expected)
+
+
+class FailsBackward(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("rank 1 fails")
+
+
+def fail(x: Tensor) -> Tensor:
+    raise ArithmeticError("rank 1 fails")
+
+
+FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "forward": fail,
+    "backward": FailsBackward.apply,
+    "nothing reaches the params": Tensor.detach,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_fails_inside_of_a_unit(fault: str, way: str) -> None:
+    """Raises on every rank without a hang, and updates nothing."""
+    axis = ThreadAxis(3)
+    model = Model()
+    params, right = ps.from_module(model, units=is_block, **WAYS[way])
+    block: Any = model.blocks[1]
+    block.then = FAULTS[fault]
+    _, faulty = ps.from_module(model, units=is_block, **WAYS[way])
+    rows = make_rows(8)
+    parts = [rows[:2], rows[2:4], rows[4:]]
+
+    def program(rank: int) -> Any:
+        shards = ps.shard(params, axis)
+        state = OPTIMIZER.init(shards)
+        step = make_step(faulty if rank == 1 else right, axis)
+        errors: Any = (ps.RankError, ArithmeticError, ValueError)
+        with pytest.raises(errors) as caught:
+            step(shards, state, [parts[rank]])
+        assert "rank 1" in str(caught.value) or rank == 1
+        return shards
+
+    # After such an error, ranks no longer meet in the same collectives: these are new ranks.
+    after = ThreadAxis(3)
+    shards_after = axis.map(program)(range(3))
+    before = after.map(lambda rank: ps.shard(params, after))(range(3))
+    assert_same(
+        [tree.leaves(shards) for shards in shards_after],
+        [tree.leaves(shards) for shards in before],
+    )
+
+
+def test_a_nan_on_one_rank_is_skipped_on_all() -> None:
+    axis = ThreadAxis(2)
+    params, apply = ps.from_module(Model(), units=Block)
+    step = make_step(apply, axis, on_nonfinite="skip")
+
+    def program(rank: int) -> Any:
+        shards = ps.shard(params, axis)
+        rows = make_rows(2)
+        if rank:
+            rows[0] = torch.nan
+        new_params, _, metrics = step(shards, OPTIMIZER.init(shards), [rows])
+        assert not metrics.applied
+        return ps.unshard(new_params)
+
+    for new_params in axis.map(program)(range(2)):
+        assert_same(new_params, params)
+
+
+# What is alive
+
+
+def peak_bytes(num_blocks: int, width: int, **options: Any) -> float:
+    """Measures the peak of a step above the state, in full blocks, of two microbatches."""
+    axis = ThreadAxis(2)
+    params, apply = ps.from_module(Model(num_blocks, width), units=is_block, **options)
+    step = make_step(apply, axis, donate=True)
+    rows = torch.ones(1, width, dtype=torch.float64)
+
+    def program(rank: int) -> float:
+        shards = ps.shard(params, axis)
+        state = OPTIMIZER.init(shards)
+        shards, state, _ = step(shards, state, [rows] * 2)
+        with LiveBytes() as live:
+            step(shards, state, [rows] * 2)
+        return live.peak
+
+    return max(axis.map(program)(range(2))) / (width * width * 8)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_further_block_adds_its_shard_of_the_gradients_alone(way: str) -> None:
+    """Keeps no further full block alive: 8 blocks more are 8 halves of a gradient more.
+
+    Threads do not wait for each other where they free, so a full block or two may be alive beside.
+    """
+    few, many = (peak_bytes(number, 64, **WAYS[way]) for number in (8, 16))
+    assert many - few <= 8 / 2 + 2
