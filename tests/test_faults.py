@@ -880,10 +880,10 @@ class SixRanks:
 def test_large_fingerprints_are_compared_exactly(number: int) -> None:
     """The square of six times one is beyond the integers that float64 holds."""
     axis: Any = SixRanks()
-    message = encode_status(axis, holds_microbatches=True, fingerprint=number)
+    message = encode_status(axis, group_len=1, fingerprint=number)
     equal = Status(*(6 * message).tolist())
     check_status(axis, equal, {}, num_ranks=6, can_ask=False)
-    other = encode_status(axis, holds_microbatches=True, fingerprint=number - 1)
+    other = encode_status(axis, group_len=1, fingerprint=number - 1)
     unequal = Status(*(5 * message + other).tolist())
     with pytest.raises(ValueError, match="disagree"):
         check_status(axis, unequal, {}, num_ranks=6, can_ask=False)

@@ -274,6 +274,22 @@ def test_a_cache_in_a_unit_that_is_recomputed() -> None:
     assert step_on_ranks(Caches(), groups, units=Block)
 
 
+class Clamps(Block):
+    """Writes to its weight, which each call gathers anew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-1, 1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_unit_that_writes_to_its_params(way: str) -> None:
+    model = Model()
+    model.blocks[1] = Clamps()
+    with pytest.raises(ValueError, match=r"writes to blocks\.1\.weight"):
+        step_on_ranks(model, [[make_rows(1)], [make_rows(1)]], **WAYS[way])
+
+
 # Ranks that go wrong
 
 

@@ -4,6 +4,7 @@ One update on two real ranks (gloo processes, one thread each) against the numbe
 every rank, and with the state in pieces in each of three ways; FSDP2 (`fully_shard` on each block and on the model) as its
 documentation has it, which reduces gradients at every microbatch, and with `set_requires_gradient_sync(False)` on all but the
 last. `gather="loss"` runs each block twice, under `ps.remat`; beside it stands FSDP2 with `torch.utils.checkpoint` on each block.
+The units are those of `from_module(units=Block)`, on the module that FSDP2 has; `remat` runs each twice.
 All take AdamW, count tokens globally before the first backward pass, report loss and gradient norm, and arrive at the same
 parameters.
 
@@ -46,7 +47,18 @@ WHOLE, STEP, MICROBATCH, BLOCKS = (
 )  # fmt: skip
 SYNCHRONISING, NOT, CHECKPOINTED = "FSDP2", "FSDP2, no sync", "FSDP2, checkpointed"
 KEPT, NOT_KEPT = "FSDP2, kept whole", "FSDP2, no sync, kept whole"
-WAYS = [WHOLE, STEP, MICROBATCH, BLOCKS, NOT, SYNCHRONISING, CHECKPOINTED]
+UNITS, RECOMPUTED = "units", "units, remat"
+WAYS = [
+    WHOLE,
+    STEP,
+    MICROBATCH,
+    BLOCKS,
+    UNITS,
+    RECOMPUTED,
+    NOT,
+    SYNCHRONISING,
+    CHECKPOINTED,
+]
 BESIDE = [NOT_KEPT, KEPT]
 """FSDP2 with ``reshard_after_forward=False``, which keeps in memory what two of our ways keep; only its memory is measured."""
 
@@ -157,6 +169,42 @@ class Model(nn.Module):
         )
 
 
+def unit_step(params: Any, *, remat: bool) -> Way:
+    """purestep on the module that FSDP2 has, with its blocks as units."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    axis = ps.MeshAxis(mesh, "dp")
+    model = Model(params, checkpointed=False)
+    full, apply = ps.from_module(model, units=Block, remat=remat)
+
+    def loss_fn(params: Any, batch: Batch) -> Tensor:
+        return ps.losses.cross_entropy(apply(params, batch["tokens"]), batch["labels"])
+
+    optimizer = ps.optim.adamw(RATE)
+    step = ps.make_update_step(
+        loss_fn, optimizer, axis=axis, donate=True, gather="loss"
+    )
+    shards = ps.shard(full, axis)
+    del full
+    model.to("meta")  # It keeps the code alone, as where the model does not fit.
+    state = shards, optimizer.init(shards)
+
+    def update(group: list[Batch]) -> None:
+        nonlocal state
+        new_params, new_opt_state, _ = step(*state, group)
+        state = new_params, new_opt_state
+
+    def whole() -> Any:
+        named = ps.unshard(state[0])
+        layers = [
+            {key: named[f"blocks.{number}.leaves.{key}"] for key in layer}
+            for number, layer in enumerate(params["layers"])
+        ]
+        outer = {key: named[f"outer.{key}"] for key in params if key != "layers"}
+        return {**outer, "layers": layers}
+
+    return Way(update, whole, lambda: tree.leaves(state))
+
+
 def fsdp_step(
     params: Any, *, synchronise: bool, kept: bool = False, checkpointed: bool = False
 ) -> Way:
@@ -217,6 +265,8 @@ MAKE: dict[str, Callable[[Any], Way]] = {
     STEP: partial(pure_step, gather="step"),
     MICROBATCH: partial(pure_step, gather="microbatch"),
     BLOCKS: partial(pure_step, gather="loss", blocks=True),
+    UNITS: partial(unit_step, remat=False),
+    RECOMPUTED: partial(unit_step, remat=True),
     NOT: partial(fsdp_step, synchronise=False),
     SYNCHRONISING: partial(fsdp_step, synchronise=True),
     CHECKPOINTED: partial(fsdp_step, synchronise=True, checkpointed=True),
@@ -328,7 +378,7 @@ def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 COLORS = {
     WHOLE: "0.45", STEP: "#0072b2", MICROBATCH: "#56b4e9", BLOCKS: "#009e73",
-    NOT: "#e69f00", SYNCHRONISING: "#d55e00", CHECKPOINTED: "#cc79a7", NOT_KEPT: "#f0c987", KEPT: "#e5a27c",
+    UNITS: "#7b3294", RECOMPUTED: "#c2a5cf", NOT: "#e69f00", SYNCHRONISING: "#d55e00", CHECKPOINTED: "#cc79a7", NOT_KEPT: "#f0c987", KEPT: "#e5a27c",
 }  # fmt: skip
 
 

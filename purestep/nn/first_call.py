@@ -56,12 +56,13 @@ def check_first_call(
     parameters: Mapping[str, Tensor],
     inputs: Sequence[Any],
     uses_keys: bool,
-) -> Iterator[None]:
-    """Raises if the call writes to ``frozen``, reads other ``parameters``, or draws without keys.
+) -> Iterator[dict[Any, str]]:
+    """Raises if a call writes to ``frozen``, reads other ``parameters``, or draws without keys.
 
-    ``parameters`` are those of the module itself, instead of which the call should compute with
-    params. They may be read where they are also inputs, or ``frozen``: a caller may pass them as
-    params. Draws are checked if ``uses_keys``.
+    It yields the names of frozen tensors by storage, to which a unit adds the params that it
+    gathers. ``parameters`` are those of the module itself, instead of which the call should compute
+    with params. They may be read where they are also inputs, or ``frozen``: a caller may pass them
+    as params. Draws are checked if ``uses_keys``.
 
     >>> weight = torch.nn.Linear(1, 1).weight
     >>> with check_first_call({"weight": weight}, {}, [], uses_keys=False):
@@ -72,7 +73,7 @@ def check_first_call(
     """
     # Storages, since views and ``.data`` are other tensors in the same memory.
     frozen_storages = {name: get_storage(x) for name, x in frozen.items()}
-    frozen_names = {
+    frozen_names: dict[Any, str] = {
         storage: name for name, storage in frozen_storages.items() if storage
     }
     readable = {None, *frozen_names}
@@ -86,7 +87,7 @@ def check_first_call(
     states = _generator_states() if uses_keys else None
     check = _make_operation_check(unreadable_names, frozen_names, uses_keys)
     with torch_private.watch_operations(check):
-        yield
+        yield frozen_names
     for name, tensor in frozen.items():
         # ``p.data = other`` is no operation, so it was not seen above.
         if get_storage(tensor) is not frozen_storages[name]:

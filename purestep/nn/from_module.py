@@ -248,7 +248,7 @@ class Apply:
         shards, params = self._gather_root(params, is_traced=is_traced)
         values = [params[name] for name in self._names]
         signature: Any = None
-        first_call_check: AbstractContextManager[object] = nullcontext()
+        first_call_check: AbstractContextManager[Any] = nullcontext()
         rekeyed: AbstractContextManager[object] = nullcontext()
         if is_traced:
             self._prepare_trace()
@@ -268,13 +268,15 @@ class Apply:
             self._recipe, [*values, *constants.values()], self._is_eval
         )
         module = copies.module
-        if shards:
-            install_units(self._units, shards, copies, is_remat=self._is_remat)
         if self._mappings and not is_traced:
             rekeyed = outside.rekey_mappings(
                 self._mappings, self._parts, [*module.modules()]
             )
-        with first_call_check, self._make_dropout_mode(key), rekeyed:
+        with first_call_check as frozen_names, self._make_dropout_mode(key), rekeyed:
+            if shards:
+                install_units(
+                    self._units, shards, copies, frozen_names, is_remat=self._is_remat
+                )
             output = module(*args, **kwargs)
         if is_traced and key is not None:
             check_no_rand_in_trace()

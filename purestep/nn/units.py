@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from purestep import tree
+from purestep.nn.first_call import get_storage
 from purestep.nn.rebuild import Copies, Recipe
 from purestep.remat import remat
 from purestep.sharding.shard import unshard
@@ -183,10 +184,15 @@ def install_units(
     units: Sequence[UnitSpec],
     shards: Mapping[str, Shard],
     copies: Copies,
+    frozen_names: dict[Any, str] | None,
     *,
     is_remat: bool,
 ) -> None:
-    """Lets each unit of a copied module gather its shards when it is called."""
+    """Lets each unit of a copied module gather its shards when it is called.
+
+    In a module's first call, ``frozen_names`` has the names of tensors that must not be written to,
+    by storage.
+    """
     for unit in units:
         slots = [slot for slot in unit.slots if slot.name in shards]
         if not slots:
@@ -202,7 +208,7 @@ def install_units(
         # By a weak reference: a module that held itself would wait for Python's collector, with
         # all of the root's params.
         weak_module = ref(unit_module)
-        sharded_unit = _ShardedUnit(unit.path, own_shards, places, absent)
+        sharded_unit = _ShardedUnit(unit.path, own_shards, places, absent, frozen_names)
         replace_call(unit_module, partial(_call_unit, run, sharded_unit, weak_module))
 
 
@@ -223,6 +229,7 @@ class _ShardedUnit(NamedTuple):
     shards: Mapping[str, Shard]
     places: Places
     absent: Mapping[str, Tensor]
+    frozen_names: dict[Any, str] | None
 
     def unshard(self, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
         """Gathers the unit's params, in an order that the ranks compare at the end of the step."""
@@ -240,11 +247,25 @@ class _ShardedUnit(NamedTuple):
         self, module: Module, params: Mapping[str, Tensor], args: Any, kwargs: Any
     ) -> Any:
         """Calls the module with full params, which it holds for so long."""
+        self._freeze(params)
         _fill(self.places, params)
         try:
             return call_module(module, *args, **kwargs)
         finally:
             _fill(self.places, self.absent)
+            self._unfreeze(params)
+
+    def _freeze(self, params: Mapping[str, Tensor]) -> None:
+        """Names the memory of params for the check of a first call, while they are there."""
+        for name, param in params.items():
+            storage = get_storage(param)
+            if self.frozen_names is not None and storage is not None:
+                self.frozen_names[storage] = name
+
+    def _unfreeze(self, params: Mapping[str, Tensor]) -> None:
+        for param in params.values():
+            if self.frozen_names is not None:
+                self.frozen_names.pop(get_storage(param), None)
 
 
 def _call_unit(

@@ -40,6 +40,9 @@ class Status(NamedTuple):
     """The rank that failed, where one did."""
     num_holding: float = 0
     """How many ranks hold a microbatch."""
+    group_len: float = 0
+    """How many microbatches a rank holds, with or without tokens."""
+    group_len_squared: float = 0
     num_float_weights: float = 0
     num_float64_losses: float = 0
     fingerprint: float = 0
@@ -52,14 +55,14 @@ class Status(NamedTuple):
 def encode_status(
     axis: ProcessAxis,
     *,
-    holds_microbatches: bool = False,
+    group_len: int = 0,
     fingerprint: int = 0,
     counts: TokenCounts = NO_COUNTS,
     loss: Tensor = ZERO,
     failed: bool = False,
 ) -> Tensor:
     """Packs what this rank sends into a vector of float64, on the axis's device."""
-    is_float64 = holds_microbatches and loss.dtype == torch.float64
+    is_float64 = group_len > 0 and loss.dtype == torch.float64
     # The square of the sum of all ranks' fingerprints has to be exact.
     fingerprint %= 2 ** ((53 - axis.size.bit_length()) // 2)
     scalars = {
@@ -71,7 +74,9 @@ def encode_status(
     status = Status(
         num_failed=failed,
         failed_rank=axis.rank if failed else 0,
-        num_holding=holds_microbatches,
+        num_holding=group_len > 0,
+        group_len=group_len,
+        group_len_squared=group_len**2,
         num_float_weights=counts.num_tokens.is_floating_point(),
         num_float64_losses=is_float64,
         fingerprint=fingerprint,

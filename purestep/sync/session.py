@@ -40,7 +40,7 @@ EARLY_BUCKETS = (
     "the buckets that have left before a collective inside the loss "
     "(add 0 * w.sum() to it)"
 )
-UNIT_ORDER = "the order in which units gather params (choose units that all ranks run, in one order)"
+UNIT_ORDER = "the order in which units gather params (choose units that all ranks run in one order)"
 FAILED = -1
 """Sent in the place of a fingerprint, which is not negative."""
 
@@ -236,7 +236,7 @@ class MultiProgramSession:
         """The message that the other ranks wait for."""
         self._buckets = GradBuckets(axis, {}, ())
         self._first: handshake.PendingStatus | None = None
-        self._holds_microbatches = False
+        self._group_len = 0
         self._gathers_in_backward = False
         self._gather_axes: set[ProcessAxis] = set()
 
@@ -274,10 +274,10 @@ class MultiProgramSession:
             self._gather_axes = {shard_spec.axis for shard_spec in shards.values()}
             for shard_axis in self._gather_axes:
                 shard_axis.start_gather_log()
-        self._holds_microbatches = num_microbatches > 0
+        self._group_len = num_microbatches
         message = handshake.encode_status(
             axis,
-            holds_microbatches=self._holds_microbatches,
+            group_len=self._group_len,
             fingerprint=fingerprint,
             counts=counts,
         )
@@ -286,7 +286,7 @@ class MultiProgramSession:
         has_float_weights = counts.num_tokens.is_floating_point()
         if axis.on_host:
             has_float_weights = self._first.read().num_float_weights > 0
-        elif not self._holds_microbatches:
+        elif not self._group_len:
             has_float_weights = True
         self._await_grads()
         return handshake.counts_from(message, has_float_weights)
@@ -338,6 +338,11 @@ class MultiProgramSession:
         """
         axis = self._axis
         if axis.on_host:
+            assert self._first is not None
+            status = self._first.read()
+            # By Cauchy-Schwarz, as fingerprints are compared: equal on all ranks.
+            if status.group_len**2 == axis.size * status.group_len_squared:
+                return num_microbatches
             local = torch.tensor([num_microbatches])
             return int(axis.process_group.run("all_gather", local).max())
         assert self._first is not None
@@ -366,7 +371,7 @@ class MultiProgramSession:
         aux_hash = 0 if tree.is_empty(sums.aux) else aux.hash
         message = handshake.encode_status(
             self._axis,
-            holds_microbatches=self._holds_microbatches,
+            group_len=self._group_len,
             fingerprint=aux_hash + num_early + order.hash,
             counts=sums.counts,
             loss=sums.loss,
@@ -375,7 +380,7 @@ class MultiProgramSession:
         status = self._check_second(message, [aux, early, order])
 
         has_float_weights = sums.counts.num_tokens.is_floating_point()
-        has_float_weights = has_float_weights or not self._holds_microbatches
+        has_float_weights = has_float_weights or not self._group_len
         if status is not None:
             has_float_weights = status.num_float_weights > 0
         loss = handshake.views_of(message)["loss"]
@@ -402,7 +407,7 @@ class MultiProgramSession:
         if not axis.on_host and num_holding == axis.size and not has_order:
             return None
         compared = {}
-        if self._holds_microbatches:
+        if self._group_len:
             compared = {fingerprint.name: fingerprint for fingerprint in fingerprints}
         status = Status(*message.tolist())
         handshake.check_status(
@@ -423,7 +428,7 @@ class MultiProgramSession:
             return loss.dtype
         if status.num_float64_losses > 0:
             return torch.float64
-        if status.num_holding > 0 and not self._holds_microbatches:
+        if status.num_holding > 0 and not self._group_len:
             return torch.float32
         return loss.dtype
 
