@@ -101,6 +101,11 @@ def check_params(params: Params, axis: Axis) -> None:
                 "ps.from_dtensor(params, axis), and say by axis=ps.MeshAxis(mesh, ...) where the "
                 "tokens are spread"
             )
+        if leaf.is_meta:
+            raise ValueError(
+                f"{_path_of(params, position)} has no values on the meta device: load them, as by "
+                "ps.checkpoint.load_safetensors(path, like=params)"
+            )
         if leaf.device != leaves[0].device:
             raise ValueError(
                 f"{_path_of(params, 0)} is on {leaves[0].device}, but {_path_of(params, position)} "

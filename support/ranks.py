@@ -158,7 +158,8 @@ def take_step(
         return on_ranks(params, opt_state, stack_ranks(groups))
     groups = fill_grid(groups, setup)
     if setup.gather.startswith("loss"):
-        groups = fill_empty_ranks(groups)
+        longest = max(map(len, groups))
+        groups = fill_groups(groups, longest if weight_fn is None else 1)
     states = copy_for_ranks(state, len(groups))
     ranks = Ranks(len(groups), setup.bucket_bytes, setup.grid[0])
     first, *others = run(ranks, program, *states, groups)
@@ -175,8 +176,8 @@ def fill_grid(groups: Groups, setup: Setup) -> Groups:
     return groups + [[]] * (-len(groups) % columns)
 
 
-def fill_empty_ranks(groups: Groups) -> Groups:
-    """Gives a rank without microbatches one whose weights are zero, if any rank has one.
+def fill_groups(groups: Groups, length: int) -> Groups:
+    """Gives each rank at least as many microbatches, by some whose weights are zero.
 
     A loss that gathers is a collective, in which every rank has to take part.
     """
@@ -184,7 +185,7 @@ def fill_empty_ranks(groups: Groups) -> Groups:
     if not microbatches:
         return groups
     empty = without_tokens(microbatches[0])
-    return [group or [empty] for group in groups]
+    return [group + [empty] * (length - len(group)) for group in groups]
 
 
 def without_tokens(batch: Batch) -> Batch:

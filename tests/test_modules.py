@@ -399,12 +399,12 @@ REFUSED = [
     Refused(
         lambda: nn.LazyLinear(D),
         ValueError,
-        r"^weight has no values yet: .* call a lazy module",
+        r"^weight has no shape yet: call the lazy module",
     ),
     Refused(
-        lambda: nn.Linear(D, D, device="meta"),
+        lambda: nn.BatchNorm1d(D, device="meta"),
         ValueError,
-        r"^weight has no values yet: load it",
+        r"^running_mean has no values on the meta device",
     ),
     Refused(
         linear,

@@ -11,9 +11,10 @@
 ``ps.Shard``, to a folder of ``torch.distributed.checkpoint``. ``load`` reads either, with or
 without ``Shard``. ``AsyncCheckpointer`` saves while the training goes on. ``save_step`` keeps the
 last few checkpoints, and ``latest_checkpoint`` finds the last one. ``export_safetensors`` writes a
-model for other tools.
+model for other tools, and ``load_safetensors`` reads what they wrote, each rank its part.
 """
 
+from purestep.checkpoint.pretrained import load_safetensors
 from purestep.checkpoint.store import (
     AsyncCheckpointer,
     export_safetensors,
@@ -30,4 +31,5 @@ __all__ = [
     "latest_checkpoint",
     "AsyncCheckpointer",
     "export_safetensors",
+    "load_safetensors",
 ]

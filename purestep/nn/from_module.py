@@ -91,6 +91,15 @@ def from_module(
     unit must not depend on data: a mixture's expert, say, is no unit. A param can be used only
     inside a call of its unit. A compiler gathers all params at the start.
 
+    **Frozen parameters**, as the base of LoRA, are ``apply.frozen``. ``apply(params, *args,
+    frozen=frozen)`` takes others in their place, such as ``ps.shard(apply.frozen, axis)``. They are
+    gathered with the units, and have no gradient.
+
+    **On the meta device** a module has shapes alone. Then params are on "meta", and so are their
+    shards: ``ps.checkpoint.load_safetensors`` reads the values of each rank's shards. So no rank
+    ever holds all of them. Buffers need values: make the module under
+    ``accelerate.init_empty_weights()``, then call ``tie_weights()`` of a Hugging Face model.
+
     >>> params, apply = from_module(torch.nn.Linear(2, 1))
     >>> {name: tuple(p.shape) for name, p in params.items()}
     {'weight': (1, 2), 'bias': (1,)}
@@ -174,11 +183,19 @@ def to_module(
             targets[name].copy_(value)
 
 
+_FROZEN_HINT = (
+    "those that do not train, apply.frozen by name, and all of them that are on the meta device: "
+    "ps.checkpoint.load_safetensors(path, like=ps.shard(apply.frozen, axis))"
+)
+
+
 class Apply:
     """A module as a pure function, ``apply(params, *args, **kwargs)``: see ``from_module``."""
 
     eval: Apply
     """The same function of the module in evaluation mode."""
+    frozen: dict[str, Tensor]
+    """The parameters that do not train, by name: constants, unless a call gets others."""
 
     def __init__(
         self,
@@ -200,6 +217,13 @@ class Apply:
             if name not in trained:
                 # An alias, since a copy may assign to its ``.data``: the module's stays as it is.
                 self._constants[name] = tensor.detach()
+        self.frozen = {}
+        for name, constant in self._constants.items():
+            if isinstance(tensors[name], Parameter):
+                self.frozen[name] = constant
+            else:
+                validation.check_has_value(name, constant)
+        self._unloaded = [name for name, p in self.frozen.items() if p.is_meta]
         self._buffers = {
             name: self._constants[name] for name, _ in module.named_buffers()
         }
@@ -207,7 +231,7 @@ class Apply:
         self._mappings = outside.find_mappings(module)
         self._parts = [*module.modules()] if self._mappings else []
         self._recipe = rebuild.make_recipe(module, [*tensors.values()], self._mappings)
-        self._units = find_units(module, trained, self._recipe, units)
+        self._units = find_units(module, tensors, self._recipe, units)
         self._is_remat = remat
         self._models = huggingface.models_of(module)
         # nn.MultiheadAttention and nn.LSTM say so of themselves.
@@ -230,11 +254,13 @@ class Apply:
         *args: Any,
         buffers: Mapping[str, Tensor] | None = None,
         key: KeyOrPackedKeys | None = None,
+        frozen: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Returns the module's output; with ``buffers``, ``(output, buffers)``.
 
-        With ``key``, dropout draws from these keys.
+        With ``key``, dropout draws from these keys. ``frozen`` are used for parameters that do not
+        train: tensors or shards.
         """
         validation.check_names(
             "params",
@@ -245,7 +271,12 @@ class Apply:
         )
         buffer_values = self._clone_buffers(buffers or {})
         is_traced = torch.compiler.is_dynamo_compiling()
-        shards, params = self._gather_root(params, is_traced=is_traced)
+        frozen = frozen or {}
+        validation.check_names(
+            "frozen", frozen, self.frozen, self._unloaded, _FROZEN_HINT
+        )
+        shards, params = self._gather_root({**params, **frozen}, is_traced=is_traced)
+        frozen = {name: params[name] for name in frozen}
         values = [params[name] for name in self._names]
         signature: Any = None
         first_call_check: AbstractContextManager[Any] = nullcontext()
@@ -256,14 +287,15 @@ class Apply:
             values = [_as_parameter(p) for p in values]
             signature = self._find_new_signature(key, buffer_values, args, kwargs)
         if signature is not None:
-            frozen = {**self._constants, **dict(zip(self._names, values, strict=True))}
+            unwritable = {**self._constants, **frozen}
+            unwritable.update(zip(self._names, values, strict=True))
             first_call_check = first_call.check_first_call(
-                frozen,
+                unwritable,
                 self._trained,
                 inputs=tree.leaves((args, kwargs)),
                 uses_keys=key is not None,
             )
-        constants = {**self._constants, **buffer_values}
+        constants = {**self._constants, **frozen, **buffer_values}
         copies = rebuild.rebuild(
             self._recipe, [*values, *constants.values()], self._is_eval
         )

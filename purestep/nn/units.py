@@ -17,7 +17,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from purestep import tree
 from purestep.nn.first_call import get_storage
@@ -68,12 +68,13 @@ class UnitSpec(NamedTuple):
 
 
 def find_units(
-    module: Module, trained: Mapping[str, Parameter], recipe: Recipe, units: Units
+    module: Module, tensors: Mapping[str, Tensor], recipe: Recipe, units: Units
 ) -> list[UnitSpec]:
     """Finds the chosen parts of a module that have params, each param in the innermost one.
 
     A param that two parts share belongs to the innermost part around both, if there is one. The
-    params of no unit are the root's, as are those that a bound method or partial holds.
+    params of no unit are the root's, as are those that a bound method or partial holds. ``tensors``
+    are those of the recipe.
     """
     is_unit = _make_unit_predicate(units)
     paths: dict[int, str] = {}
@@ -93,11 +94,11 @@ def find_units(
     owners = _find_owners(module, paths)
     derived = {position for _, parts in recipe.derived for position in parts}
     slots: dict[int, list[Slot]] = {}
-    names = [*trained]
+    names = [*tensors]
     for container, key, position in recipe.entries:
         if position >= len(names) or position in derived:
             continue
-        owner = owners.get(id(trained[names[position]]))
+        owner = owners.get(id(tensors[names[position]]))
         if owner is not None:
             slots.setdefault(owner, []).append(Slot(container, key, names[position]))
     specs = []
@@ -168,8 +169,8 @@ class Absent(Tensor):
     ) -> Any:
         """Answers what a tensor of its shape is; raises where something computes with it."""
         if getattr(func, "__name__", "") in _READS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            plain: Any = super()
+            return plain.__torch_function__(func, types, args, kwargs or {})
         leaves = tree.leaves((args, kwargs or {}))
         names = [leaf.param_name for leaf in leaves if isinstance(leaf, Absent)]
         raise RuntimeError(
@@ -305,7 +306,7 @@ def _gather_again(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) ->
     pack, unpack = _make_hooks(gathered, params)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         output = unit.call(module, params, args, kwargs)
-    gathered.fill_in_backward(params, output)
+    gathered.fill_in_backward(params, output, (args, kwargs))
     return output
 
 
@@ -323,7 +324,9 @@ class _GatheredAgain(NamedTuple):
                 self.params.update(self.unit.unshard(shards))
         return self.params
 
-    def fill_in_backward(self, params: Mapping[str, Tensor], output: Any) -> None:
+    def fill_in_backward(
+        self, params: Mapping[str, Tensor], output: Any, inputs: Any
+    ) -> None:
         """Puts the params into the module while the backward pass is in the unit.
 
         A checkpoint inside of the unit calls its parts there once more.
@@ -331,11 +334,17 @@ class _GatheredAgain(NamedTuple):
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._enter)
-        for param in params.values():
-            if param.grad_fn is not None:
-                # The backward pass of the gather comes after all that computes with the params.
-                param.grad_fn.register_prehook(self._leave)
-                break
+        gather_nodes = {param.grad_fn for param in params.values() if param.grad_fn}
+        for node in gather_nodes:
+            # The backward pass of the gather comes after all that computes with the params.
+            node.register_prehook(self._leave)
+        if gather_nodes:
+            return
+        for tensor in tensors_in(
+            inputs
+        ):  # Of a frozen unit, nothing is gathered by autograd.
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._leave)
 
     def _enter(self, _: Tensor) -> None:
         wanted = {}

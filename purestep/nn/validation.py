@@ -43,10 +43,20 @@ def check_module(module: Module) -> None:
         path = f"{type(module).__name__}.{name}".removesuffix(".")
         _check_part(path, part)
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(tensor) or tensor.is_meta:
+        if is_lazy(tensor):
             raise ValueError(
-                f"{name} has no values yet: load it, or call a lazy module, before from_module"
+                f"{name} has no shape yet: call the lazy module once before from_module"
             )
+
+
+def check_has_value(name: str, buffer: Tensor) -> None:
+    """Raises if a tensor that is no parameter is on the meta device."""
+    if buffer.is_meta:
+        raise ValueError(
+            f"{name} has no values on the meta device, and is no parameter that can be loaded: "
+            "make the module under accelerate.init_empty_weights(), which leaves buffers as they "
+            "are, or assign its value before from_module"
+        )
 
 
 def _check_part(path: str, part: Module) -> None:

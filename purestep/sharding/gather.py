@@ -114,18 +114,34 @@ class _GatherFunction(Function):
     ) -> tuple[Tensor, ...]:
         ctx.shard_specs = shard_specs
         ctx.shards = shards
-        return tuple(all_gather_in_buckets(shards, shard_specs))
+        full_tensors = tuple(all_gather_in_buckets(shards, shard_specs))
+        _, *needs_grad = ctx.needs_input_grad
+        frozen = []
+        for full, is_needed in zip(full_tensors, needs_grad, strict=True):
+            if not is_needed:
+                frozen.append(full)
+        # Otherwise the backward pass would compute their gradients, and scatter them.
+        ctx.mark_non_differentiable(*frozen)
+        return full_tensors
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        grads = []
-        for cotangent, shard in zip(cotangents, ctx.shards, strict=True):
+        _, *needs_grad = ctx.needs_input_grad
+        grads: dict[int, Tensor] = {}
+        for index, (cotangent, shard) in enumerate(
+            zip(cotangents, ctx.shards, strict=True)
+        ):
+            if not needs_grad[index]:
+                continue
             dtype = shard.dtype
             if shard.is_leaf and shard.grad_dtype is not None:
                 # A step that sums gradients in another dtype reduces them in it as well.
                 dtype = shard.grad_dtype
-            grads.append(cotangent.to(dtype))
-        return None, *reduce_scatter(grads, ctx.shard_specs)
+            grads[index] = cotangent.to(dtype)
+        specs = [ctx.shard_specs[index] for index in grads]
+        shards = reduce_scatter([*grads.values()], specs)
+        by_index = dict(zip(grads, shards, strict=True))
+        return None, *map(by_index.get, range(len(needs_grad)))  # None for frozen ones
 
 
 def reduce_scatter(

@@ -1,0 +1,214 @@
+"""Reads weights that other tools wrote, as safetensors: each rank the part that it holds.
+
+A file begins with the length of its header. The header is JSON, with dtype, shape and place of
+each tensor. It is read here, since the library of the format maps the whole file when it opens it.
+A rank whose address space is smaller than the file could not do that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purestep.checkpoint.file import File
+from purestep.tree.shard import Shard
+
+_INDEX = ".safetensors.index.json"
+"""How a folder's list of names and files ends, as Hugging Face's hub has it."""
+_MAX_NAMES = 5
+"""How many names an error lists."""
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class _SavedTensor(NamedTuple):
+    """Says where a tensor is: its file, its first byte there, dtype and shape."""
+
+    path: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def load_safetensors(
+    path: File,
+    like: Mapping[str, Tensor | Shard],
+    *,
+    device: torch.device | str | None = None,
+) -> dict[str, Any]:
+    """Loads named tensors from safetensors that any tool wrote; of a ``Shard``, this rank's part.
+
+    No rank reads more than it holds, so the weights may be larger than its memory. ``like`` is that
+    of ``ps.from_module`` and ``ps.shard``, whose tensors may be on "meta". Values are converted to
+    its dtypes. The files may hold more tensors; ``export_safetensors`` writes such a file.
+
+    Args:
+        path: a file, or a folder as on Hugging Face's hub: one file, or several with an index.
+        like: the params, by their names in the files.
+        device: where to load them. None: to the devices of ``like``; from "meta", to those of the
+            shards' axes, or the host.
+
+    >>> import tempfile
+    >>> from purestep import checkpoint, from_module
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint.export_safetensors(f"{folder}/model.safetensors", {"weight": torch.eye(2)})
+    ...     with torch.device("meta"):
+    ...         params, apply = from_module(torch.nn.Linear(2, 2, bias=False))
+    ...     load_safetensors(folder, like=params)
+    {'weight': tensor([[1., 0.],
+            [0., 1.]])}
+    """
+    saved = _find_tensors(Path(path))
+    _check_names(path, saved, like)
+    loaded: dict[str, Any] = {}
+    for name, leaf in like.items():
+        loaded[name] = _read_leaf(name, saved[name], leaf, device)
+    return loaded
+
+
+def _find_tensors(path: Path) -> dict[str, _SavedTensor]:
+    """Finds each tensor of a file, or of the files in a folder."""
+    if path.is_file():
+        return _read_header(path)
+    files = sorted(path.glob("*.safetensors"))
+    indices = sorted(path.glob(f"*{_INDEX}"))
+    if len(indices) == 1:
+        weight_map = json.loads(indices[0].read_text())["weight_map"]
+        files = sorted({path / file for file in weight_map.values()})
+    elif len(files) != 1 or indices:
+        names = sorted(file.name for file in [*files, *indices])
+        raise FileNotFoundError(
+            f"{path} is neither a file of safetensors nor a folder with one, or with several and "
+            f"one index of them (*{_INDEX}); it has {names or 'none'}"
+        )
+    saved = {}
+    for file in files:
+        saved.update(_read_header(file))
+    return saved
+
+
+def _read_header(path: Path) -> dict[str, _SavedTensor]:
+    """Reads what a file says of its tensors."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > os.fstat(file.fileno()).st_size:
+            raise _damage_error(path)
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise _damage_error(path) from error
+    header.pop("__metadata__", None)
+    saved = {}
+    for name, entry in header.items():
+        start, _ = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        saved[name] = _SavedTensor(path, 8 + length + start, entry["dtype"], shape)
+    return saved
+
+
+def _damage_error(path: Path) -> ValueError:
+    return ValueError(
+        f"{path} is no file of safetensors, or was cut short: copy it again"
+    )
+
+
+def _check_names(path: File, saved: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+    """Raises if the files lack a name."""
+    missing = [name for name in like if name not in saved]
+    if missing:
+        shown = ", ".join(missing[:_MAX_NAMES])
+        present = ", ".join([*saved][:_MAX_NAMES])
+        raise ValueError(
+            f"{os.fspath(path)} lacks {len(missing)} of {len(like)} tensors: {shown}; it has "
+            f"{present}: rename the keys of like= to those of the files, and back (of a tied "
+            "weight, call model.tie_weights() before from_module)"
+        )
+
+
+def _read_leaf(
+    name: str,
+    saved: _SavedTensor,
+    leaf: Tensor | Shard,
+    device: torch.device | str | None,
+) -> Tensor | Shard:
+    """Reads a tensor, or this rank's part of it, in the dtype of ``leaf``."""
+    if saved.shape != tuple(leaf.shape):
+        raise ValueError(
+            f"{name} has shape {saved.shape} in {saved.path}, but like= has {tuple(leaf.shape)}: "
+            "load the weights of the same configuration"
+        )
+    if saved.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} is {saved.dtype} in {saved.path}, which is none of {', '.join(_DTYPES)}: "
+            "convert the file"
+        )
+    if isinstance(leaf, Shard):
+        start, length = leaf.spec.local_range
+        local = _read_span(saved, leaf.dim, start, length)
+        default_device = getattr(leaf.axis, "device", "cpu")
+        return Shard(_convert(local, leaf.local, device, default_device), *leaf.spec)
+    if not leaf.ndim:
+        return _convert(
+            _read_span(saved._replace(shape=(1,)), 0, 0, 1)[0], leaf, device
+        )
+    return _convert(_read_span(saved, 0, 0, leaf.shape[0]), leaf, device)
+
+
+def _convert(
+    loaded: Tensor,
+    like: Tensor,
+    device: torch.device | str | None,
+    default_device: torch.device | str = "cpu",
+) -> Tensor:
+    """Converts to a dtype and device; ``default_device`` is for those on the meta device."""
+    target = device or (default_device if like.is_meta else like.device)
+    return loaded.to(target, like.dtype)
+
+
+def _read_span(saved: _SavedTensor, dim: int, start: int, length: int) -> Tensor:
+    """Reads the entries from ``start`` on along a dimension, and no others."""
+    dtype = _DTYPES[saved.dtype]
+    num_rows = math.prod(saved.shape[:dim])
+    entry_bytes = math.prod(saved.shape[dim + 1 :]) * dtype.itemsize
+    row_bytes = saved.shape[dim] * entry_bytes
+    shape = [*saved.shape]
+    shape[dim] = length
+    loaded = torch.empty(shape, dtype=dtype)
+    with saved.path.open("rb", buffering=0) as file:
+        for row in range(num_rows):
+            file.seek(saved.offset + row * row_bytes + start * entry_bytes)
+            address = loaded.data_ptr() + row * length * entry_bytes
+            _read_into(file, address, length * entry_bytes, saved.path)
+    return loaded
+
+
+def _read_into(file: Any, address: int, num_bytes: int, path: Path) -> None:
+    """Reads bytes into memory, in as many calls as the system takes."""
+    while num_bytes:
+        memory = (ctypes.c_ubyte * num_bytes).from_address(address)
+        num_read = file.readinto(memory)
+        if not num_read:
+            raise _damage_error(path)
+        address += num_read
+        num_bytes -= num_read

@@ -1,0 +1,278 @@
+"""Tests models that no rank could hold: made on the meta device, loaded in shards, trained by units."""
+
+import ctypes
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+
+import purestep as ps
+from purestep.checkpoint import export_safetensors, load_safetensors
+from purestep.testing import ThreadAxis
+from purestep.testing.processes import World
+from support.strategies import assert_same
+from support.worlds import Ranks, on_processes
+from tests import model_families
+from tests.model_families import is_block, is_block_or_mlp
+
+OPTIMIZER = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(0.1))
+
+
+def make_llama(**config: Any) -> Any:
+    return model_families.build_model("LlamaForCausalLM", **config)
+
+
+def make_loss(apply: Any, **options: Any) -> Any:
+    """Makes the loss of a causal model."""
+
+    def loss_fn(params: Any, microbatch: dict[str, Tensor]) -> Tensor:
+        ids = microbatch["ids"]
+        logits = apply(params, input_ids=ids, use_cache=False, **options).logits
+        return ps.losses.cross_entropy(logits, microbatch["labels"])
+
+    return loss_fn
+
+
+def make_texts() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    texts = []
+    for rows in (1, 2, 3):
+        ids = torch.randint(model_families.VOCABULARY, (rows, 5), generator=generator)
+        texts.append({"ids": ids, "labels": ps.shift_labels(ids)})
+    return texts
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
+def test_a_model_of_the_hub_that_no_rank_holds(
+    tmp_path: Path, max_shard_size: str
+) -> None:
+    """Reads each rank's shards, of one file or several, and takes the step of the loaded model."""
+    model = make_llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    texts = make_texts()
+    params, apply = ps.from_module(model)
+    step: Any = ps.make_update_step(make_loss(apply), OPTIMIZER)
+    expected, _, expected_metrics = step(params, OPTIMIZER.init(params), texts)
+
+    with init_empty_weights(include_buffers=False):
+        empty = make_llama(tie_word_embeddings=True)
+    empty.tie_weights()
+    params, apply = ps.from_module(empty, units=is_block)
+    assert all(p.is_meta for p in params.values())
+    axis = ThreadAxis(2)
+    step = ps.make_update_step(
+        make_loss(apply), OPTIMIZER, axis=axis, gather="loss", donate=True
+    )
+
+    def program(group: Any) -> Any:
+        shards = load_safetensors(tmp_path, like=ps.shard(params, axis))
+        new_params, _, metrics = step(shards, OPTIMIZER.init(shards), group)
+        return ps.unshard(new_params), metrics
+
+    for new_params, metrics in axis.map(program)([texts[:1], texts[1:]]):
+        for name, param in new_params.items():
+            torch.testing.assert_close(param, expected[name])
+        torch.testing.assert_close(metrics.loss, expected_metrics.loss)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_adapters_on_a_base_in_shards(tmp_path: Path, remat: bool) -> None:
+    """Trains adapters whose base is sharded, too: each rank reads its part of that."""
+    model = model_families.make_model("LoRA on Llama")
+    params, apply = ps.from_module(model)
+    export_safetensors(tmp_path / "base.safetensors", apply.frozen)
+    texts = make_texts()
+    step: Any = ps.make_update_step(make_loss(apply), OPTIMIZER)
+    expected, _, _ = step(params, OPTIMIZER.init(params), texts)
+
+    for name, p in apply.frozen.items():
+        owner, _, key = name.rpartition(".")
+        empty = nn.Parameter(p.to("meta"), requires_grad=False)
+        setattr(model.get_submodule(owner), key, empty)
+    params, apply = ps.from_module(model, units=is_block_or_mlp, remat=remat)
+    axis = ThreadAxis(2)
+    with pytest.raises(ValueError, match=r"frozen lacks .*load_safetensors"):
+        make_loss(apply)(params, texts[0])
+
+    def program(group: Any) -> Any:
+        base = load_safetensors(tmp_path, like=ps.shard(apply.frozen, axis))
+        loss_fn = make_loss(apply, frozen=base)
+        step = ps.make_update_step(loss_fn, OPTIMIZER, axis=axis, gather="loss")
+        shards = ps.shard(params, axis)
+        return ps.unshard(step(shards, OPTIMIZER.init(shards), group)[0])
+
+    for new_params in axis.map(program)([texts[:1], texts[1:]]):
+        for name, param in new_params.items():
+            torch.testing.assert_close(param, expected[name])
+
+
+# Memory that ends
+
+
+WIDTH = 1024
+BLOCKS = 96
+LIMIT = 340
+"""How many MiB more each rank may use, of 384 MiB of params."""
+MEBIBYTE = 2**20
+M_MMAP_THRESHOLD = -3
+
+
+class Block(nn.Module):
+    """A layer of four mebibytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ self.weight)
+
+
+def make_blocks(num_blocks: int) -> nn.Module:
+    """Makes blocks on the meta device."""
+    with torch.device("meta"):
+        return nn.Sequential(*(Block() for _ in range(num_blocks)))
+
+
+def write_large(path: Path) -> None:
+    """Writes all params."""
+    params, _ = ps.from_module(make_blocks(BLOCKS))
+    generator = torch.Generator().manual_seed(0)
+    values = {}
+    for name, param in params.items():
+        values[name] = torch.randn(param.shape, generator=generator) / WIDTH
+    export_safetensors(path, values)
+
+
+def address_space() -> int:
+    """Returns the bytes that this process has mapped."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def train_blocks(axis: ps.Axis, path: Path, num_blocks: int) -> list[float]:
+    """Loads the first blocks, each rank its shards, and takes two updates; returns the losses."""
+    params, apply = ps.from_module(make_blocks(num_blocks), units=Block)
+    optimizer = ps.optim.sgd(1e-4)
+    step = ps.make_update_step(
+        lambda params, x: apply(params, x).square().sum(-1),
+        optimizer,
+        weight_fn=lambda x: torch.ones(len(x)),
+        axis=axis,
+        gather="loss",
+        donate=True,
+    )
+    shards = load_safetensors(path, like=ps.shard(params, axis))
+    opt_state = optimizer.init(shards)
+    losses = []
+    for _ in range(2):
+        group = [torch.ones(1, WIDTH)] * 2
+        shards, opt_state, metrics = step(shards, opt_state, group)
+        losses.append(float(metrics.loss))
+    return losses
+
+
+def train_within_limit(axis: ps.Axis, path: Path) -> list[float] | str:
+    """Trains where the address space ends; returns the losses, or the error."""
+    # As MALLOC_MMAP_THRESHOLD_=65536: otherwise glibc keeps holes between gradients that are alive,
+    # of several times the model.
+    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 65536)
+    # What torch maps at its first use is no memory of the model.
+    train_blocks(axis, path, 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = address_space() + LIMIT * MEBIBYTE
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        return train_blocks(axis, path, BLOCKS)
+    except (RuntimeError, MemoryError) as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_params_that_are_larger_than_the_memory_of_a_rank(tmp_path: Path) -> None:
+    """Trains on four ranks what one rank alone cannot, under the same limit."""
+    path = tmp_path / "model.safetensors"
+    write_large(path)
+    with World(4, timeout=60) as world:
+        results = on_processes(world, Ranks(4), train_within_limit, [path] * 4)
+    losses = results[0]
+    assert isinstance(losses, list), losses
+    assert losses[1] < losses[0]
+    assert results == [losses] * 4
+    with World(1, timeout=60) as world:
+        (alone,) = on_processes(world, Ranks(1), train_within_limit, [path])
+    assert "memory" in alone.lower()
+
+
+# What is refused
+
+
+def test_names_that_the_files_lack(tmp_path: Path) -> None:
+    export_safetensors(tmp_path / "model.safetensors", {"other": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"lacks 1 of 1 tensors: weight; it has other"):
+        load_safetensors(tmp_path, like={"weight": torch.ones(2)})
+
+
+def test_other_shapes(tmp_path: Path) -> None:
+    export_safetensors(tmp_path / "model.safetensors", {"weight": torch.ones(3)})
+    with pytest.raises(
+        ValueError, match=r"weight has shape \(3,\) .* like= has \(2,\)"
+    ):
+        load_safetensors(tmp_path, like={"weight": torch.ones(2)})
+
+
+@pytest.mark.parametrize("names", [[], ["a", "b"]])
+def test_a_folder_without_one_model(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        export_safetensors(tmp_path / f"{name}.safetensors", {"w": torch.ones(1)})
+    with pytest.raises(FileNotFoundError, match="is neither a file of safetensors"):
+        load_safetensors(tmp_path, like={"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize("num_bytes", [4, 40, 130])
+def test_a_file_that_was_cut_short(tmp_path: Path, num_bytes: int) -> None:
+    path = tmp_path / "model.safetensors"
+    export_safetensors(path, {"weight": torch.ones(9, 9)})
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(ValueError, match="cut short"):
+        load_safetensors(path, like={"weight": torch.ones(9, 9)})
+
+
+def test_shards_along_any_dimension(tmp_path: Path) -> None:
+    """Reads what ``ps.shard`` would cut, uneven and empty shards too."""
+    full = torch.arange(60, dtype=torch.int32).view(3, 4, 5)
+    export_safetensors(tmp_path / "model.safetensors", {"w": full})
+    axis = ThreadAxis(4)
+
+    def program(rank: int) -> None:
+        for dim in range(3):
+            expected = ps.shard({"w": full}, axis, dim)
+            like = ps.shard({"w": torch.empty(3, 4, 5, device="meta")}, axis, dim)
+            loaded = load_safetensors(tmp_path, like=like)
+            assert torch.equal(loaded["w"].local, expected["w"].local.float())
+
+    axis.map(program)(range(4))
+
+
+def test_other_dtypes_and_scalars_are_converted(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    export_safetensors(path, {"s": torch.tensor(2.0), "w": torch.tensor([1, 2])})
+    like = {"s": torch.zeros((), dtype=torch.bfloat16), "w": torch.zeros(2)}
+    loaded = load_safetensors(path, like=like)
+    expected = {"s": torch.tensor(2.0).bfloat16(), "w": torch.tensor([1.0, 2.0])}
+    assert_same(loaded, expected)
+
+
+def test_params_without_values_are_refused() -> None:
+    params, apply = ps.from_module(nn.Linear(2, 2, device="meta"))
+    step = ps.make_update_step(
+        lambda p, x: apply(p, x).sum(-1), OPTIMIZER, weight_fn=lambda x: x[:, 0] > 0
+    )
+    with pytest.raises(ValueError, match="has no values on the meta device"):
+        step(params, OPTIMIZER.init(params), [torch.ones(1, 2)])
