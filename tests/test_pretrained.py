@@ -114,16 +114,16 @@ def test_adapters_on_a_base_in_shards(tmp_path: Path, remat: bool) -> None:
 # Memory that ends
 
 
-WIDTH = 1024
-BLOCKS = 64
-LIMIT = 220
-"""How many MiB more each rank may use, of 256 MiB of params."""
+WIDTH = 512
+BLOCKS = 128
+LIMIT = 115
+"""How many MiB more each rank may use, of 128 MiB of params."""
 MEBIBYTE = 2**20
 M_MMAP_THRESHOLD = -3
 
 
 class Block(nn.Module):
-    """A layer of four mebibytes."""
+    """A layer of one mebibyte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,6 +263,17 @@ def test_shards_along_any_dimension(tmp_path: Path) -> None:
             assert torch.equal(loaded["w"].local, expected["w"].local.float())
 
     axis.map(program)(range(4))
+
+
+def test_shards_of_ranks_that_are_no_processes(tmp_path: Path) -> None:
+    """Loads all rows for one rank; refuses ranks under vmap."""
+    full = {"w": torch.arange(3.0)}
+    export_safetensors(tmp_path / "model.safetensors", full)
+    like = ps.shard(full, ps.LocalAxis())
+    assert_same(ps.unshard(load_safetensors(tmp_path, like=like)), full)
+    simulated = {"w": ps.Shard(torch.ones(2), ps.VmapAxis(2), (3,))}
+    with pytest.raises(TypeError, match="ranks are in this process"):
+        load_safetensors(tmp_path, like=simulated)
 
 
 def test_other_dtypes_and_scalars_are_converted(tmp_path: Path) -> None:

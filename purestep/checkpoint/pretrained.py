@@ -164,7 +164,7 @@ def _read_leaf(
             "convert the file"
         )
     if isinstance(leaf, Shard):
-        start, length = leaf.spec.local_range
+        start, length = _local_range(name, leaf)
         local = _read_span(saved, leaf.dim, start, length)
         default_device = getattr(leaf.axis, "device", "cpu")
         return Shard(_convert(local, leaf.local, device, default_device), *leaf.spec)
@@ -173,6 +173,18 @@ def _read_leaf(
             _read_span(saved._replace(shape=(1,)), 0, 0, 1)[0], leaf, device
         )
     return _convert(_read_span(saved, 0, 0, leaf.shape[0]), leaf, device)
+
+
+def _local_range(name: str, leaf: Shard) -> tuple[int, int]:
+    """Returns start and length of the rows that this process holds."""
+    if leaf.axis.is_multi_program:
+        return leaf.spec.local_range
+    if leaf.axis.size > 1:
+        raise TypeError(
+            f"{name} is a Shard over {leaf.axis}, whose ranks are in this process: load full "
+            "tensors, and call ps.shard in the program that the axis maps"
+        )
+    return 0, leaf.spec.full_len
 
 
 def _convert(
