@@ -161,6 +161,22 @@ MUTANTS = [
         old="torch.zeros(1, dtype=torch.bool)",
         new="torch.ones(1, dtype=torch.bool)",
     ),
+    Mutant(
+        number=57,
+        claim="test_t12_shard.units_of_modules",
+        description="a microbatch that a rank repeats for the others' sake counts",
+        module="grads.per_microbatch",
+        old="torch.zeros_like(compute_weights(weight_fn, last))",
+        new="compute_weights(weight_fn, last)",
+    ),
+    Mutant(
+        number=58,
+        claim="test_t12_shard.units_of_modules",
+        description="figures of a repeated microbatch added twice",
+        module="grads.per_microbatch",
+        old="return losses._replace(aux=())",
+        new="return losses",
+    ),
 ]
 
 ELSEWHERE = {
