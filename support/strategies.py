@@ -34,7 +34,7 @@ from support.optimizers import (
     mask_matrices as mask_matrices,
 )
 
-settings.register_profile("default", derandomize=True, deadline=None, max_examples=30)
+settings.register_profile("default", derandomize=True, deadline=None, max_examples=24)
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

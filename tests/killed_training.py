@@ -30,7 +30,7 @@ from tests.checkpoint_states import assert_same_bits
 
 STEPS = 100
 """Updates of the whole training."""
-LIVES = 16
+LIVES = 12
 """Runs that are killed."""
 PATIENCE = 60.0
 """Seconds to wait for a save."""
