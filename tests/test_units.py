@@ -213,6 +213,22 @@ def test_sums_of_half_precision_are_float32() -> None:
     assert_same(results[1], results[0])
 
 
+def test_frozen_shards_have_no_gradient() -> None:
+    """Gathers them beside others, and computes no gradient that nothing asks for."""
+    axis = ThreadAxis(2)
+
+    def program(rank: int) -> None:
+        shards = ps.shard({"w": torch.ones(4), "frozen": torch.ones(4)}, axis)
+        shards["w"].local.requires_grad_()
+        full = ps.unshard(shards)
+        assert full["w"].requires_grad
+        assert not full["frozen"].requires_grad
+        full["w"].sum().backward()
+        assert_same(shards["w"].local.grad, torch.full((2,), 2.0))
+
+    axis.map(program)(range(2))
+
+
 # What is refused
 
 

@@ -39,7 +39,9 @@ def check_axis(axis: Axis) -> None:
 
 
 def shares_ranks(one: Axis, other: Axis) -> bool:
-    """Returns whether two axes share ranks, so that shards over one differ along the other.
+    """Returns whether two axes have more than this one rank in common.
+
+    Shards over one then differ along the other. Two dimensions of a mesh meet in this rank alone.
 
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)

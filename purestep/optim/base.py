@@ -170,9 +170,10 @@ def update_by_copy(
     params: Params,
     applied: Tensor | None,
 ) -> tuple[Tree, OptState]:
-    """Runs ``update`` and copies its results over the trees that they replace.
+    """Runs ``update``, and copies the new state and an Optimizer's new params over the old ones.
 
-    Returns new tensors instead if autograd or a transform follows the values.
+    A Transform's updates are returned as they are. Where ``applied`` is False, nothing changes in
+    what is written. It returns new tensors instead if autograd or a transform follows the values.
     """
     if applied is not None:
         grads = mask_grads(grads, applied)

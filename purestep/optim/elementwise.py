@@ -251,7 +251,10 @@ def apply_by_leaf(
 def round_results(
     results: Results, row: Sequence[Tensor], *, is_transform: bool
 ) -> list[Tensor]:
-    """Rounds the results of a formula to the dtypes of params and state."""
+    """Rounds the results of a formula to the dtypes of params and state.
+
+    A Transform's first result is an update: it keeps its dtype.
+    """
     first, *new_slots = results
     _, params, *slots = row
     if not is_transform:

@@ -206,7 +206,10 @@ class GradBuckets:
         return stored
 
     def _add(self, index: int, total: Tensor) -> Tensor:
-        """Copies the sum of a leaf into its bucket."""
+        """Copies the sum of a leaf into its bucket; returns its view there.
+
+        A leaf that is scattered has none: zeros of the sum's shape stand for it.
+        """
         bucket = self._bucket_of[index]
         bucket.pending.discard(index)
         shard_spec = self._scatter_specs.get(index)

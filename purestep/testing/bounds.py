@@ -131,10 +131,11 @@ def _compute_norms(params: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _gradient_majorants(problem: Problem, batches: Batches) -> _Majorants:
-    """Takes the norms of each row's gradient for the products, in a single update: Σ‖gₘ‖.
+    """Estimates the majorants from rows' losses and gradients, as if all batches were one update.
 
-    The norms are those of all parameters together: one whose gradient is zero gets differences of
-    others' terms.
+    The gradient's majorant is Σ sₘ‖gₘ‖, where row m has the share sₘ of all weight. Each norm is
+    over all parameters together. A parameter whose own gradient is zero still has errors, from
+    terms that cancel.
     """
     trainer = ReferenceTrainer()
     trainer.start(problem, 1)
