@@ -184,6 +184,49 @@ def test_a_checkpoint_inside_of_a_unit() -> None:
         assert_same(params, expected)
 
 
+class PassesOn(Block):
+    """Returns its input beside its result, as layers do with a cache or a mask."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, super().forward(x)
+
+
+class Sums(nn.Module):
+    """Adds what each block passes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PassesOn() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            passed, result = block(x)
+            x = passed + result
+        return x.square().sum(-1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_unit_that_passes_its_input_on(way: str) -> None:
+    """Gathers as often as other units: not where the gradient of its input flows elsewhere."""
+    axis = ThreadAxis(2)
+    params, apply = ps.from_module(Sums(), units=is_block, **WAYS[way])
+    step = make_step(apply, axis)
+    rows = make_rows(8)
+
+    def program(rows: Tensor) -> Any:
+        shards = ps.shard(params, axis)
+        before = axis.num_collectives
+        new_params, _, _ = step(shards, OPTIMIZER.init(shards), [rows])
+        num_collectives = axis.num_collectives - before
+        return ps.unshard(new_params), num_collectives
+
+    expected, _, _ = step_on_one_rank(Sums(), rows)
+    for new_params, num_collectives in axis.map(program)([rows[:4], rows[4:]]):
+        assert_same(new_params, expected)
+        # Three for each of three units, two messages, and the norm.
+        assert num_collectives == 3 * 3 + 3
+
+
 def test_a_param_that_a_partial_holds_is_the_root_s() -> None:
     """Gathers it at the start of the call: the partial is made anew in each call."""
     model = Model()

@@ -331,8 +331,11 @@ class _GatheredAgain(NamedTuple):
 
         A checkpoint inside of the unit calls its parts there once more.
         """
+        input_tensors = [*tensors_in(inputs)]
+        passed_on = {id(tensor) for tensor in input_tensors}
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            # A tensor that the unit passes on has its gradient outside of the unit.
+            if tensor.requires_grad and id(tensor) not in passed_on:
                 tensor.register_hook(self._enter)
         gather_nodes = {param.grad_fn for param in params.values() if param.grad_fn}
         for node in gather_nodes:
@@ -340,9 +343,8 @@ class _GatheredAgain(NamedTuple):
             node.register_prehook(self._leave)
         if gather_nodes:
             return
-        for tensor in tensors_in(
-            inputs
-        ):  # Of a frozen unit, nothing is gathered by autograd.
+        # Of a frozen unit, autograd gathers nothing.
+        for tensor in input_tensors:
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._leave)
 
