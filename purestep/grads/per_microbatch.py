@@ -75,16 +75,16 @@ def pad_microbatches(
     [tensor([1., 1.]), tensor([0., 0.])]
     """
     num_missing = length - len(group.microbatches)
+    if not num_missing:
+        return group
     padding: Any = JOIN
     weights = _no_tokens()
-    if gather == "loss" and num_missing:
+    if gather == "loss":
         if weight_fn is None:
             return group
         last = group.microbatches[-1]
         padding = Repeated(last)
         weights = torch.zeros_like(compute_weights(weight_fn, last))
-    if not num_missing:
-        return group
     return WeightedMicrobatches(
         [*group.microbatches, *[padding] * num_missing],
         [*group.weights, *[weights] * num_missing],

@@ -176,8 +176,7 @@ class Absent(Tensor):
         raise RuntimeError(
             f"{', '.join(names) or 'a param'} is used outside of the call of its unit, where this "
             "rank holds a shard of it: choose as unit a module whose call does all that uses it, "
-            "or leave it out of units= (a checkpoint inside a unit calls its parts again: take "
-            "remat=True in its place)"
+            "or leave it out of units= (with remat=True, take checkpoints inside of units away)"
         )
 
 

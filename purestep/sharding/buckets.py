@@ -296,16 +296,7 @@ def all_gather_in_buckets(
     shards: Sequence[Tensor], shard_specs: Sequence[ShardSpec]
 ) -> list[Tensor]:
     """Gathers the full tensors of shards over one axis each, in few collectives."""
-    if not shards:
-        return []
-    buckets = _ShardBuckets(
-        axis=shard_specs[0].axis,
-        leaves=dict(enumerate(shards)),
-        dtypes=[shard.dtype for shard in shards],
-        scatter_specs=dict(enumerate(shard_specs)),
-        reduce_axes={},
-    )
-    return buckets.run_remaining(shards)
+    return _run_in_buckets(_ShardBuckets, shards, shard_specs)
 
 
 def reduce_scatter_in_buckets(
@@ -315,13 +306,23 @@ def reduce_scatter_in_buckets(
 
     No two of these share memory: a step adds to them in place.
     """
-    if not full_grads:
+    shards = _run_in_buckets(_FullBuckets, full_grads, shard_specs)
+    return [shard.clone() for shard in shards]
+
+
+def _run_in_buckets(
+    bucket_class: type[GradBuckets],
+    tensors: Sequence[Tensor],
+    shard_specs: Sequence[ShardSpec],
+) -> list[Tensor]:
+    """Runs the collectives of one kind on tensors that are all there."""
+    if not tensors:
         return []
-    buckets = _FullBuckets(
+    buckets = bucket_class(
         axis=shard_specs[0].axis,
-        leaves=dict(enumerate(full_grads)),
-        dtypes=[grad.dtype for grad in full_grads],
+        leaves=dict(enumerate(tensors)),
+        dtypes=[tensor.dtype for tensor in tensors],
         scatter_specs=dict(enumerate(shard_specs)),
         reduce_axes={},
     )
-    return [shard.clone() for shard in buckets.run_remaining(full_grads)]
+    return buckets.run_remaining(tensors)

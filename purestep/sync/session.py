@@ -298,10 +298,9 @@ class MultiProgramSession:
         trees = {"params": params, "opt_state": opt_state, "settings": self._config}
         if self._gather == "loss":
             number = str(num_microbatches)
+            # A rank with fewer than others repeats its last one, with weights of zero.
             if num_microbatches and self._config["weight_fn"] == "given":
-                number = (
-                    "one or more"  # A rank repeats its last one, with weights of zero.
-                )
+                number = "one or more"
             trees[MICROBATCH_COUNT] = {"microbatches": number}
         return {name: handshake.fingerprint(name, x) for name, x in trees.items()}
 
