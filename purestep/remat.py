@@ -8,10 +8,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from purestep import tree
-from purestep.torch_private import forward_level, has_transforms
+from purestep.torch_private import forward_level, has_transforms, run_checkpoint
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,7 +73,7 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
             args, kwargs = tree.unflatten(spec, merged)
             return fn(*args, **kwargs)
 
-        result: R = checkpoint(call_with, *tensors, use_reentrant=False)
+        result: R = run_checkpoint(call_with, *tensors)
         return result
 
     return run

@@ -98,22 +98,21 @@ def _make_named_leaf(name: str, leaf: Any, shard_spec: ShardSpec | None) -> Name
     if shard_spec is None or tensor.ndim != len(shard_spec.shape):
         return tensor
     shard_spec.check(f"{name}.local", tensor)
-    return Shard(tensor, *shard_spec)
+    return shard_spec.wrap(tensor)
 
 
 def local_tensor(leaf: NamedLeaf) -> Tensor:
     """Returns the tensor itself, or this rank's part of a ``Shard``."""
-    if isinstance(leaf, Shard):
-        local: Tensor = leaf.local
-        return local
-    return leaf
+    (local,) = trees.leaves(leaf)
+    tensor: Tensor = local
+    return tensor
 
 
 def replace_local(leaf: NamedLeaf, tensor: Tensor) -> NamedLeaf:
     """Returns ``tensor``, sharded as ``leaf`` is."""
-    if isinstance(leaf, Shard):
-        return Shard(tensor, *leaf.spec)
-    return tensor
+    _, spec = trees.flatten(leaf)
+    replaced: NamedLeaf = trees.unflatten(spec, [tensor])
+    return replaced
 
 
 def format_named_leaf(leaf: NamedLeaf) -> str:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 OLDEST = "2.11.0"
 NEWEST = "2.15.0"
@@ -110,6 +111,32 @@ def checkpoint_frame() -> Any | None:
     if not hasattr(frame, "recompute_fn"):
         _make_missing("utils.checkpoint._CheckpointFrame.recompute_fn")()
     return frame
+
+
+def run_checkpoint(fn: Callable[..., Any], *tensors: Tensor) -> Any:
+    """Calls ``fn`` under ``torch.utils.checkpoint``, which leaves no hooks behind if ``fn`` raises.
+
+    torch 2.11's stay until the error's traceback is freed, perhaps by another thread, which has no
+    such hooks. Until then, the hooks of a dead checkpoint take what later steps save.
+    """
+    if not _TORCH_2_11:
+        return checkpoint(fn, *tensors, use_reentrant=False)
+    errors: list[Exception] = []
+    is_first = True
+
+    def catch_in_first_run(*tensors: Tensor) -> Any:
+        if not is_first:
+            return fn(*tensors)
+        try:
+            return fn(*tensors)
+        except Exception as error:
+            errors.append(error)
+
+    result = checkpoint(catch_in_first_run, *tensors, use_reentrant=False)
+    is_first = False
+    if errors:
+        raise errors.pop()
+    return result
 
 
 def in_checkpoint() -> bool:

@@ -8,18 +8,20 @@ A rank whose address space is smaller than the file could not do that.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from purestep import tree
 from purestep.checkpoint.file import File
-from purestep.tree.shard import Shard
+from purestep.tree.shard import Shard, ShardSpec
 
 _INDEX = ".safetensors.index.json"
 """How a folder's list of names and files ends, as Hugging Face's hub has it."""
@@ -164,27 +166,25 @@ def _read_leaf(
             "convert the file"
         )
     if isinstance(leaf, Shard):
-        start, length = _local_range(name, leaf)
-        local = _read_span(saved, leaf.dim, start, length)
+        (local,), spec = tree.flatten(leaf)
+        (shard_spec,) = tree.shard_specs(spec)
+        assert shard_spec is not None
+        _check_axes(name, shard_spec)
         default_device = getattr(leaf.axis, "device", "cpu")
-        return Shard(_convert(local, leaf.local, device, default_device), *leaf.spec)
-    if not leaf.ndim:
-        return _convert(
-            _read_span(saved._replace(shape=(1,)), 0, 0, 1)[0], leaf, device
-        )
-    return _convert(_read_span(saved, 0, 0, leaf.shape[0]), leaf, device)
+        loaded = _read_block(saved, shard_spec.local_block)
+        return shard_spec.wrap(_convert(loaded, local, device, default_device))
+    whole = [(0, length) for length in leaf.shape]
+    return _convert(_read_block(saved, whole), leaf, device)
 
 
-def _local_range(name: str, leaf: Shard) -> tuple[int, int]:
-    """Returns start and length of the rows that this process holds."""
-    if leaf.axis.is_multi_program:
-        return leaf.spec.local_range
-    if leaf.axis.size > 1:
-        raise TypeError(
-            f"{name} is a Shard over {leaf.axis}, whose ranks are in this process: load full "
-            "tensors, and call ps.shard in the program that the axis maps"
-        )
-    return 0, leaf.spec.full_len
+def _check_axes(name: str, shard_spec: ShardSpec) -> None:
+    """Raises if the ranks of a tensor are in one process."""
+    for axis in shard_spec.axes:
+        if not axis.is_multi_program and axis.size > 1:
+            raise TypeError(
+                f"{name} is a Shard over {axis}, whose ranks are in this process: load full "
+                "tensors, and call ps.shard in the program that the axis maps"
+            )
 
 
 def _convert(
@@ -198,20 +198,26 @@ def _convert(
     return loaded.to(target, like.dtype)
 
 
-def _read_span(saved: _SavedTensor, dim: int, start: int, length: int) -> Tensor:
-    """Reads the entries from ``start`` on along a dimension, and no others."""
+def _read_block(saved: _SavedTensor, block: Sequence[tuple[int, int]]) -> Tensor:
+    """Reads the entries that have a start and a length along each dimension, and no others."""
     dtype = _DTYPES[saved.dtype]
-    num_rows = math.prod(saved.shape[:dim])
-    entry_bytes = math.prod(saved.shape[dim + 1 :]) * dtype.itemsize
-    row_bytes = saved.shape[dim] * entry_bytes
-    shape = [*saved.shape]
-    shape[dim] = length
-    loaded = torch.empty(shape, dtype=dtype)
+    loaded = torch.empty([length for _, length in block], dtype=dtype)
+    # The entries from the last dimension on of which a part is read are next to each other.
+    last = 0
+    for dim, (_, length) in enumerate(block):
+        if length != saved.shape[dim]:
+            last = dim
+    strides = [math.prod(saved.shape[dim + 1 :]) for dim in range(len(block))]
+    runs = [range(start, start + length) for start, length in block[:last]]
+    num_bytes = loaded[(0,) * last].nbytes if loaded.numel() else 0
+    address = loaded.data_ptr()
     with saved.path.open("rb", buffering=0) as file:
-        for row in range(num_rows):
-            file.seek(saved.offset + row * row_bytes + start * entry_bytes)
-            address = loaded.data_ptr() + row * length * entry_bytes
-            _read_into(file, address, length * entry_bytes, saved.path)
+        for indices in itertools.product(*runs):
+            starts = [*indices, *(start for start, _ in block[last:])]
+            position = sum(i * n for i, n in zip(starts, strides, strict=True))
+            file.seek(saved.offset + position * dtype.itemsize)
+            _read_into(file, address, num_bytes, saved.path)
+            address += num_bytes
     return loaded
 
 

@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from purestep import torch_private
 from purestep.nn.dropout import UNKEYED_HINT
+from purestep.nn.tensor_parallel import local_tensor
 
 BUFFERS_HINT = (
     "with buffers=dict(module.named_buffers()), apply returns (output, buffers); or call .eval() "
@@ -37,14 +38,14 @@ _HOST_GENERATORS = (
 
 
 def get_storage(value: Any) -> torch.UntypedStorage | None:
-    """Returns a tensor's storage, below the wrappers of ``torch.func``.
+    """Returns a tensor's storage, below the wrappers of ``torch.func`` and of DTensor.
 
     None for what has none: other values, sparse tensors, tensors without elements.
     """
     if not isinstance(value, Tensor):
         return None
     # Under ``grad`` and ``vmap``, operations get wrappers, whose storage is not the tensor's.
-    tensor = torch.func.debug_unwrap(value)
+    tensor = local_tensor(torch.func.debug_unwrap(value))
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     return tensor.untyped_storage()

@@ -20,7 +20,15 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from purestep import tree
-from purestep.nn import dropout, first_call, huggingface, outside, rebuild, validation
+from purestep.nn import (
+    dropout,
+    first_call,
+    huggingface,
+    outside,
+    rebuild,
+    tensor_parallel,
+    validation,
+)
 from purestep.nn.units import Units, find_units, install_units
 from purestep.random import KeyOrPackedKeys
 from purestep.sharding.shard import unshard
@@ -121,8 +129,9 @@ def from_module(
             f"are {validation.format_names(parameters)}: choose some by name, or let some "
             "require grad"
         )
-    params = {name: p.detach().clone() for name, p in trained.items()}
-    return params, Apply(module, trained, units, remat=remat)
+    detached = {name: p.detach() for name, p in trained.items()}
+    local_parts = tensor_parallel.split(detached)
+    return tree.map(torch.clone, local_parts), Apply(module, trained, units, remat=remat)
 
 
 def _make_predicate(trainable: Any) -> Callable[[str, Parameter], bool]:
@@ -194,7 +203,7 @@ class Apply:
 
     eval: Apply
     """The same function of the module in evaluation mode."""
-    frozen: dict[str, Tensor]
+    frozen: dict[str, Any]
     """The parameters that do not train, by name: constants, unless a call gets others."""
 
     def __init__(
@@ -217,13 +226,15 @@ class Apply:
             if name not in trained:
                 # An alias, since a copy may assign to its ``.data``: the module's stays as it is.
                 self._constants[name] = tensor.detach()
-        self.frozen = {}
+        self._dtensors = tensor_parallel.find_dtensors(tensors)
+        frozen = {}
         for name, constant in self._constants.items():
             if isinstance(tensors[name], Parameter):
-                self.frozen[name] = constant
+                frozen[name] = constant
             else:
                 validation.check_has_value(name, constant)
-        self._unloaded = [name for name, p in self.frozen.items() if p.is_meta]
+        self.frozen = tensor_parallel.split(frozen)
+        self._unloaded = [name for name, p in frozen.items() if p.is_meta]
         self._buffers = {
             name: self._constants[name] for name, _ in module.named_buffers()
         }
@@ -275,7 +286,8 @@ class Apply:
         validation.check_names(
             "frozen", frozen, self.frozen, self._unloaded, _FROZEN_HINT
         )
-        shards, params = self._gather_root({**params, **frozen}, is_traced=is_traced)
+        parts = tensor_parallel.select_local({**params, **frozen}, self._dtensors)
+        shards, params = self._gather_root(parts, is_traced=is_traced)
         frozen = {name: params[name] for name in frozen}
         values = [params[name] for name in self._names]
         signature: Any = None
@@ -307,7 +319,12 @@ class Apply:
         with first_call_check as frozen_names, self._make_dropout_mode(key), rekeyed:
             if shards:
                 install_units(
-                    self._units, shards, copies, frozen_names, is_remat=self._is_remat
+                    self._units,
+                    shards,
+                    copies,
+                    self._dtensors,
+                    frozen_names,
+                    is_remat=self._is_remat,
                 )
             output = module(*args, **kwargs)
         if is_traced and key is not None:
@@ -340,16 +357,19 @@ class Apply:
         """Gathers the params of no unit; returns the shards of units, and all params.
 
         There, a shard's local tensor is in the place of a unit's param. A compiler sees no units.
+        Params of tensor parallelism become DTensors.
         """
         shards = {name: p for name, p in params.items() if is_shard(p)}
         if not shards:
-            return {}, params
+            return {}, tensor_parallel.wrap(params, self._dtensors)
         in_units = set()
         if not is_traced:
             in_units = {slot.name for unit in self._units for slot in unit.slots}
         root = {name: shards.pop(name) for name in [*shards] if name not in in_units}
+        full = {name: p for name, p in params.items() if name not in shards}
+        full = tensor_parallel.wrap({**full, **unshard(root)}, self._dtensors)
         local = {name: shard.local for name, shard in shards.items()}
-        return shards, {**params, **unshard(root), **local}
+        return shards, {**full, **local}
 
     def _prepare_trace(self) -> None:
         """Refuses what a compiler would leave out, and reads signatures outside of its graph."""

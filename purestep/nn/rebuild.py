@@ -2,10 +2,10 @@
 
 Each call of ``apply`` runs on new copies. What leads to a part of the module is copied. So are the
 containers in the attributes of its modules, which a call may fill. Followed are attributes,
-containers and their keys, sets, bound methods, partials, weak references, and functions of
-``torch.compile``. An int that is the ``id`` of a part becomes that of the part's copy.
+containers and their keys, sets, bound methods, partials, functions with closures or defaults, weak
+references, and functions of ``torch.compile``. An int that is the ``id`` of a part becomes that of the part's copy.
 
-All else is shared: closures, objects with slots. What a call reaches through those is the module
+All else is shared, such as objects with slots. What a call reaches through those is the module
 itself, and ``first_call`` refuses to compute with it.
 """
 
@@ -15,7 +15,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from inspect import getmembers_static
-from types import MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -47,6 +47,11 @@ class Recipe(NamedTuple):
     """
     rekeyed_entries: list[tuple[int, int, int]]
     """The same for a dict some of whose keys are copies: the key, too, is a position."""
+    cell_contents: list[tuple[int, int]]
+    """The positions of a closure's cell and of its content, which is written last, too.
+
+    So a function may be in a cell of its own, as one that calls itself.
+    """
     module_numbers: dict[str, int]
     """Which object each part of the module is, by the part's name."""
     root: int
@@ -83,6 +88,8 @@ def rebuild(recipe: Recipe, tensors: Sequence[Tensor], is_eval: bool) -> Copies:
         containers[number][key] = values[position]
     for number, key_position, position in recipe.rekeyed_entries:
         containers[number][values[key_position]] = values[position]
+    for cell_position, position in recipe.cell_contents:
+        values[cell_position].cell_contents = values[position]
     is_traced = torch.compiler.is_dynamo_compiling()
     # The containers of no object come last, and are left out here.
     for obj, attributes in zip(objects, containers, strict=False):
@@ -122,6 +129,7 @@ def make_recipe(
     builder = _RecipeBuilder(module, tensors, shared)
     builder.add_entries()
     builder.add_cached_methods()
+    builder.add_cell_contents()
     return builder.recipe
 
 
@@ -148,6 +156,7 @@ class _RecipeBuilder:
         values = [*tensors, *self._containers, *self._objects]
         self._num_values = len(values)
         self._positions: dict[int, int] = {}
+        self._cells: list[CellType] = []
         for position, value in enumerate(values):
             self._positions[id(value)] = position
         self.recipe = Recipe(
@@ -156,6 +165,7 @@ class _RecipeBuilder:
             derived=[],
             entries=[],
             rekeyed_entries=[],
+            cell_contents=[],
             module_numbers=self._number_modules(module),
             root=self._positions[id(module)],
         )
@@ -208,6 +218,12 @@ class _RecipeBuilder:
                 position = self._add_derived(bind, [owner])
                 self.recipe.entries.append((number, name, position))
 
+    def add_cell_contents(self) -> None:
+        """Notes what is in the cells of the functions that are copied."""
+        for cell in self._cells:  # It grows on the way.
+            position = self._find_position(cell.cell_contents)
+            self.recipe.cell_contents.append((self._positions[id(cell)], position))
+
     def _is_copied(self, value: Any) -> bool:
         """Returns whether a value differs between copies."""
         return id(value) in self._copied or self._is_id_of_part(value)
@@ -222,7 +238,10 @@ class _RecipeBuilder:
             return self._add_derived(id, [self._positions[value]])
         if id(value) in self._positions:
             return self._positions[id(value)]
-        if id(value) in self._copied:
+        if type(value) is CellType and id(value) in self._copied:
+            position = self._add_derived(CellType, [])
+            self._cells.append(value)
+        elif id(value) in self._copied:
             parts = [self._find_position(part) for _, part in _parts_of(value)]
             position = self._add_derived(_constructor_of(value), parts)
         else:
@@ -347,6 +366,7 @@ _RULES: dict[type, _Rule] = {
     ),
     ref: _Rule(split=lambda reference: (reference(),), join=ref),
     set: _Rule(split=tuple, join=lambda *members: set(members)),
+    CellType: _Rule(split=lambda cell: _contents_of(cell), join=CellType),
     frozenset: _Rule(split=tuple, join=lambda *members: frozenset(members)),
 }
 
@@ -359,6 +379,9 @@ def _parts_of(value: Any) -> list[tuple[Any, Any]]:
         return [(0, original)]
     if cls in _RULES:
         return [*enumerate(_RULES[cls].split(value))]
+    if cls is FunctionType:
+        cells = value.__closure__ or ()
+        return [*enumerate((value.__defaults__, value.__kwdefaults__, *cells))]
     if issubclass(cls, dict):
         return [*value.items()]
     if issubclass(cls, list | deque | tuple):
@@ -387,9 +410,34 @@ def _constructor_of(value: Any) -> Callable[..., Any] | None:
         return lambda *parts: cls(parts)
     if issubclass(cls, Tensor) or cls in _CONTAINERS or _is_plain_object(value):
         return lambda: value
+    if cls is FunctionType:
+        return partial(_copy_function, value)
     if cls in _RULES:
         return _RULES[cls].join
     return None
+
+
+def _contents_of(cell: CellType) -> tuple[Any, ...]:
+    """Returns what is in a closure's cell: nothing before its variable is assigned."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _copy_function(
+    function: FunctionType,
+    defaults: tuple[Any, ...] | None,
+    keyword_defaults: dict[str, Any] | None,
+    *cells: CellType,
+) -> FunctionType:
+    """Makes a function with the same code around other defaults and cells."""
+    code, namespace, name = function.__code__, function.__globals__, function.__name__
+    copied = FunctionType(code, namespace, name, defaults, cells)
+    copied.__kwdefaults__ = keyword_defaults
+    copied.__qualname__ = function.__qualname__
+    copied.__dict__.update(function.__dict__)
+    return copied
 
 
 def _is_plain_object(value: Any) -> bool:

@@ -22,6 +22,14 @@ from torch.nn import Module
 from purestep import tree
 from purestep.nn.first_call import get_storage
 from purestep.nn.rebuild import Copies, Recipe
+from purestep.nn.tensor_parallel import (
+    DTensors,
+    DTensorSpec,
+    is_dtensor,
+    local_tensor,
+    spec_of,
+    wrap,
+)
 from purestep.remat import remat
 from purestep.sharding.shard import unshard
 from purestep.torch_private import (
@@ -184,13 +192,14 @@ def install_units(
     units: Sequence[UnitSpec],
     shards: Mapping[str, Shard],
     copies: Copies,
+    dtensors: DTensors,
     frozen_names: dict[Any, str] | None,
     *,
     is_remat: bool,
 ) -> None:
     """Lets each unit of a copied module gather its shards when it is called.
 
-    In a module's first call, ``frozen_names`` has the names of tensors that must not be written to,
+    Those in ``dtensors`` are full over the axis of the step, and DTensors in the call. In a module's first call, ``frozen_names`` has the names of tensors that must not be written to,
     by storage.
     """
     for unit in units:
@@ -208,7 +217,9 @@ def install_units(
         # By a weak reference: a module that held itself would wait for Python's collector, with
         # all of the root's params.
         weak_module = ref(unit_module)
-        sharded_unit = _ShardedUnit(unit.path, own_shards, places, absent, frozen_names)
+        sharded_unit = _ShardedUnit(
+            unit.path, own_shards, places, absent, dtensors, frozen_names
+        )
         replace_call(unit_module, partial(_call_unit, run, sharded_unit, weak_module))
 
 
@@ -229,6 +240,7 @@ class _ShardedUnit(NamedTuple):
     shards: Mapping[str, Shard]
     places: Places
     absent: Mapping[str, Tensor]
+    dtensors: DTensors
     frozen_names: dict[Any, str] | None
 
     def unshard(self, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
@@ -248,7 +260,7 @@ class _ShardedUnit(NamedTuple):
     ) -> Any:
         """Calls the module with full params, which it holds for so long."""
         self._freeze(params)
-        _fill(self.places, params)
+        _fill(self.places, wrap(params, self.dtensors))
         try:
             return call_module(module, *args, **kwargs)
         finally:
@@ -353,7 +365,7 @@ class _GatheredAgain(NamedTuple):
             wanted[name] = param.requires_grad_(
                 self.unit.shards[name].local.requires_grad
             )
-        _fill(self.unit.places, wanted)
+        _fill(self.unit.places, wrap(wanted, self.unit.dtensors))
 
     def _leave(self, _: Any) -> None:
         _fill(self.unit.places, self.unit.absent)
@@ -367,6 +379,8 @@ class _Saved(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    dtensor: DTensorSpec | None
+    """The DTensor around the view, if there is one."""
 
 
 def _make_hooks(
@@ -382,16 +396,20 @@ def _make_hooks(
 
     def pack(x: Tensor) -> Any:
         name = None
-        if type(x) is Tensor and x.layout is torch.strided:
-            name = names.get(x.untyped_storage().data_ptr())
-        if name is None or x.dtype != dtypes[name]:
+        view = local_tensor(x)
+        if type(view) is Tensor and view.layout is torch.strided:
+            name = names.get(view.untyped_storage().data_ptr())
+        if name is None or view.dtype != dtypes[name]:
             return outer_pack(x)
-        return _Saved(name, x.shape, x.stride(), int(x.storage_offset()))
+        dtensor = spec_of(x) if is_dtensor(x) else None
+        offset = int(view.storage_offset())
+        return _Saved(name, view.shape, view.stride(), offset, dtensor)
 
     def unpack(saved: Any) -> Tensor:
         if not isinstance(saved, _Saved):
             return outer_unpack(saved)
         param = gathered.read()[saved.name].detach()
-        return param.as_strided(saved.shape, saved.stride, saved.offset)
+        view = param.as_strided(saved.shape, saved.stride, saved.offset)
+        return saved.dtensor.wrap(view) if saved.dtensor else view
 
     return pack, unpack

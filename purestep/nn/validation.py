@@ -16,6 +16,7 @@ from torch.nn import (
 from torch.nn.parameter import is_lazy
 
 from purestep import tree
+from purestep.nn.tensor_parallel import local_tensor
 from purestep.torch_private import has_backward_hooks
 
 _WRAPPERS = {
@@ -113,7 +114,8 @@ def _check_memory(
     """
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
-        address = tensor.data_ptr() if tensor.layout is torch.strided else 0
+        local = local_tensor(tensor)
+        address = local.data_ptr() if local.layout is torch.strided else 0
         if not address:  # Sparse, or without elements.
             continue
         if address in names:

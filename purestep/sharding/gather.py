@@ -84,7 +84,7 @@ def gather_shards(
 
 
 def strip_shards(tree_: Tree, kept_axes: Collection[Axis] = ()) -> Tree:
-    """Replaces each ``Shard`` by its local tensor, but for those over ``kept_axes``.
+    """Replaces each ``Shard`` by what it holds, but for those over ``kept_axes``.
 
     >>> import torch
     >>> from purestep import LocalAxis, Shard
@@ -97,8 +97,10 @@ def strip_shards(tree_: Tree, kept_axes: Collection[Axis] = ()) -> Tree:
 
     nodes, spec = tree.flatten(tree_, is_leaf=is_stripped)
     for index, node in enumerate(nodes):
-        if is_stripped(node):
-            nodes[index] = node.local
+        local = node
+        while is_stripped(local):
+            local = local.local
+        nodes[index] = local
     return tree.unflatten(spec, nodes)
 
 

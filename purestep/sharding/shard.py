@@ -80,9 +80,18 @@ def unshard(tree_: Tree) -> Tree:
     if not shard_specs:
         return tree_
     gathered = {}
+    outer_specs = {}
     for index, shard_spec in enumerate(shard_specs):
-        if shard_spec is None:
+        if shard_spec is None or not shard_spec.matches(leaves[index]):
             continue
-        if shard_spec.matches(leaves[index]):
-            gathered[index] = shard_spec
-    return gather_shards(tree_, leaves, gathered)
+        gathered[index] = shard_spec
+        if shard_spec.outer is not None:
+            outer_specs[index] = shard_spec.outer
+    full_tree = gather_shards(tree_, leaves, gathered)
+    if not outer_specs:
+        return full_tree
+    # What a ``Shard`` in a ``Shard`` gathers is a shard itself.
+    nodes, spec = tree.flatten(full_tree)
+    for index, outer_spec in outer_specs.items():
+        nodes[index] = outer_spec.wrap(nodes[index])
+    return unshard(tree.unflatten(spec, nodes))

@@ -82,19 +82,19 @@ def _sum_over_axes(
 ) -> Tensor:
     """Sums ``compute`` of all leaves; of shards, over their axes, in one order on all ranks."""
     # Not a dict: torch 2.11's compiler hashes no axes.
-    axes: list[Any] = []
+    kinds: list[tuple[Any, ...]] = []
     groups: list[list[Tensor]] = []
     for leaf, shard_spec in zip(leaves, specs, strict=True):
-        axis = shard_spec and shard_spec.axis
-        if axis not in axes:
-            axes.append(axis)
+        axes = shard_spec.axes if shard_spec else ()
+        if axes not in kinds:
+            kinds.append(axes)
             groups.append([])
-        group = groups[axes.index(axis)]
+        group = groups[kinds.index(axes)]
         group.append(zero_padding(leaf, shard_spec))
     terms = []
-    for axis, group in zip(axes, groups, strict=True):
+    for axes, group in zip(kinds, groups, strict=True):
         term = compute(group)
-        if axis is not None:
+        for axis in axes:
             term = axis.apply("psum", term)
         terms.append(term)
     return torch.stack(terms).sum()

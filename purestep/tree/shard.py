@@ -30,8 +30,11 @@ class Shard:
     local one: tensor parallelism. ``ps.shard`` shards full tensors, and ``ps.unshard`` gathers
     them.
 
+    A ``Shard`` may be in a ``Shard``: ``ps.shard(params, dp)`` of params that are sharded over tp.
+    Each rank then holds, over dp, a part of its part over tp. The axis of the step is the inner one.
+
     Args:
-        local: this rank's part of the tensor.
+        local: this rank's part of the tensor; or how that is sharded in turn.
         axis: the axis whose ranks hold the shards.
         shape: the shape of the full tensor.
         dim: the dimension that is sharded.
@@ -65,6 +68,19 @@ class Shard:
                 f"{hint}"
             )
         self.dim %= ndim
+        if is_shard(self.local):
+            self._check_inner(self.local)
+
+    def _check_inner(self, inner: Shard) -> None:
+        """Raises if a ``Shard`` in this one is not of this rank's part."""
+        spec = self.spec
+        is_padded = not self.axis.is_multi_program and spec.full_len % self.axis.size
+        if inner.shape != spec.local_shape or is_padded:
+            raise ValueError(
+                f"a Shard of shape {inner.shape} is in one of shape {self.shape}, whose part on "
+                f"each rank of {self.axis} has shape {spec.local_shape}: shard that part, as "
+                "ps.shard(params, dp) does. An axis of one program must divide the dimension"
+            )
 
     @property
     def spec(self) -> ShardSpec:
@@ -78,6 +94,28 @@ class ShardSpec(NamedTuple):
     axis: Any
     shape: tuple[int, ...]
     dim: int
+    outer: ShardSpec | None = None
+    """How the tensor of this shape is itself a part of another one, if it is."""
+
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        """Returns the axes over which a leaf is sharded, from the inner to the outer."""
+        if self.outer is None:
+            return (self.axis,)
+        return (self.axis, *self.outer.axes)
+
+    def within(self, outer: ShardSpec) -> ShardSpec:
+        """Returns the spec of a leaf that is sharded like this inside of another ``Shard``."""
+        if self.outer is not None:
+            outer = self.outer.within(outer)
+        return self._replace(outer=outer)
+
+    def wrap(self, local: Any) -> Shard:
+        """Makes the ``Shard`` of a local tensor, and those around it."""
+        node = Shard(local, self.axis, self.shape, self.dim)
+        if self.outer is None:
+            return node
+        return self.outer.wrap(node)
 
     @property
     def full_len(self) -> int:
@@ -92,8 +130,23 @@ class ShardSpec(NamedTuple):
     @property
     def local_range(self) -> tuple[int, int]:
         """Returns start and length of this rank's shard, where each rank runs its program."""
+        if self.axis.size == 1:
+            return 0, self.full_len
         start = min(self.axis.rank * self.shard_len, self.full_len)
         return start, min(self.shard_len, self.full_len - start)
+
+    @property
+    def local_block(self) -> list[tuple[int, int]]:
+        """Returns start and length of this rank's part, along each dimension of the full tensor."""
+        block = [(0, length) for length in self.shape]
+        block[self.dim] = self.local_range
+        if self.outer is None:
+            return block
+        outer_block = self.outer.local_block
+        return [
+            (outer_start + start, length)
+            for (outer_start, _), (start, length) in zip(outer_block, block, strict=True)
+        ]
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -125,7 +178,8 @@ def _flatten(node: Any) -> tuple[tuple[Any], ShardSpec, tuple[str]]:
 
 
 def _unflatten(shard_spec: Any, children: Iterable[Any]) -> Any:
-    return Shard(*children, *shard_spec)
+    (local,) = children
+    return shard_spec.wrap(local)
 
 
 _register: Any = (

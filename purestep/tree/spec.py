@@ -85,13 +85,7 @@ def _collect_shard_specs(
         specs += child
     if node_type is not Shard:
         return specs
-    for inner in specs:
-        if inner is not None:
-            raise ValueError(
-                f"a leaf is sharded over {metadata.axis} and over {inner.axis}: a Shard within a "
-                "Shard is not supported; shard it over one axis"
-            )
-    return [metadata] * len(specs)
+    return [inner.within(metadata) if inner else metadata for inner in specs]
 
 
 def _traced_shard_specs(spec: TreeSpec) -> list[ShardSpec | None]:

@@ -1,0 +1,152 @@
+"""Parameters that are DTensors: params hold this rank's parts, and a call has DTensors around them.
+
+    apply(params, x) = module(x), with DTensor.from_local(local part) for each parameter
+
+torch's ``parallelize_module`` and Hugging Face's ``tp_plan`` make such modules. A part is a
+``Shard`` over the DTensor's mesh, or a plain tensor where all ranks of the mesh hold the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from purestep.axis import MeshAxis
+from purestep.tree.shard import Shard, is_shard
+
+DTensors: TypeAlias = Mapping[str, "DTensorSpec"]
+"""Which tensors of a module are DTensors, by name."""
+
+
+class DTensorSpec(NamedTuple):
+    """Describes a DTensor without its local tensor."""
+
+    mesh: Any
+    placements: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """Makes a DTensor around this rank's part, differentiably.
+
+        The gradient comes back in these placements: one that is partial is summed over the mesh.
+        """
+        from torch.distributed.tensor import DTensor
+
+        wrapped: Tensor = DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+        return wrapped
+
+
+def is_dtensor(value: Any) -> bool:
+    """Returns whether a value is a DTensor, whose module takes a second to import.
+
+    >>> is_dtensor(torch.ones(1))
+    False
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """Returns this rank's part of a DTensor, which shares its memory; any other tensor as it is."""
+    if not is_dtensor(tensor):
+        plain: Tensor = tensor
+        return plain
+    local: Tensor = tensor.detach().to_local()
+    return local
+
+
+def spec_of(dtensor: Any) -> DTensorSpec:
+    """Describes a DTensor."""
+    return DTensorSpec(
+        dtensor.device_mesh, dtensor.placements, dtensor.shape, dtensor.stride()
+    )
+
+
+def find_dtensors(tensors: Mapping[str, Tensor]) -> dict[str, DTensorSpec]:
+    """Finds the DTensors among a module's tensors; raises for placements that are not supported."""
+    specs = {}
+    for name, value in tensors.items():
+        if is_dtensor(value):
+            spec = spec_of(value)
+            _check_placements(name, spec)
+            specs[name] = spec
+    return specs
+
+
+def _check_placements(name: str, spec: DTensorSpec) -> None:
+    from torch.distributed import tensor
+
+    # Not ``isinstance``: a subclass, such as ``_StridedShard``, cuts in another order.
+    kinds = {type(placement) for placement in spec.placements}
+    if len(spec.placements) > 1 or not kinds <= {tensor.Shard, tensor.Replicate}:
+        raise ValueError(
+            f"{name} is a DTensor with the placements {spec.placements} on {spec.mesh}, and "
+            "from_module takes [Shard(dim)] or [Replicate()] on a mesh of one dimension: "
+            'parallelize the module over mesh["tp"], and shard its params over the others by '
+            'ps.shard(params, ps.MeshAxis(mesh, "dp"))'
+        )
+
+
+def split(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns this rank's parts of tensors: a ``Shard`` where ranks of a mesh hold different ones."""
+    axes: dict[int, MeshAxis] = {}
+    parts: dict[str, Any] = dict(tensors)
+    for name, spec in find_dtensors(tensors).items():
+        local = local_tensor(tensors[name])
+        parts[name] = local
+        (placement,) = spec.placements
+        if placement.is_shard():
+            key = id(spec.mesh)
+            if key not in axes:
+                axes[key] = _axis_of(spec.mesh)
+            parts[name] = Shard(local, axes[key], tuple(spec.shape), placement.dim)
+    return parts
+
+
+def _axis_of(mesh: Any) -> MeshAxis:
+    """Makes the axis of a mesh of one dimension, which may have no name."""
+    if mesh.mesh_dim_names:
+        return MeshAxis(mesh, mesh.mesh_dim_names)
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = mesh.get_group()
+    named = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("tp",))
+    return MeshAxis(named, "tp")
+
+
+def select_local(params: Mapping[str, Any], specs: DTensors) -> Mapping[str, Any]:
+    """Replaces shards over the mesh of a DTensor by what this rank holds."""
+    selected = params
+    for name, spec in specs.items():
+        param = params.get(name)
+        if is_shard(param) and _is_over(param, spec):
+            selected = {**selected, name: param.local}
+    return selected
+
+
+def _is_over(shard: Shard, spec: DTensorSpec) -> bool:
+    """Returns whether a ``Shard`` is over the mesh of a DTensor."""
+    group = getattr(shard.axis, "process_group", None)
+    name: str = spec.mesh.get_group().group_name
+    return getattr(group, "name", None) == name
+
+
+def wrap(params: Mapping[str, Tensor], specs: DTensors) -> Mapping[str, Tensor]:
+    """Makes DTensors of this rank's parts among params; other params stay as they are."""
+    wrapped = {}
+    for name in params.keys() & specs.keys():
+        if not is_dtensor(params[name]):
+            wrapped[name] = specs[name].wrap(params[name])
+    return {**params, **wrapped} if wrapped else params
