@@ -244,7 +244,7 @@ REFUSED = {
     ),
     "nested": Refused(
         take_norm_of_nested_shards,
-        r"over VmapAxis\(3\) and over VmapAxis\(2\)",
+        r"a Shard of shape \(2,\) is in one of shape \(2,\), whose part .* shape \(1,\)",
     ),
     "no shard": Refused(
         unshard_wrong_shape,

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from purestep import state, tree as trees
-from purestep.axis import RankError
+from purestep.axis import MeshAxis, RankError
 from purestep.axis.mesh import explain_lost_ranks
 from purestep.checkpoint.file import (
     UNFINISHED,
@@ -25,10 +27,9 @@ from purestep.checkpoint.file import (
     path_in_errors,
     write_file,
 )
-from purestep.sharding import to_dtensor
 from purestep.state import NamedLeaves
 from purestep.sync.handshake import hash64
-from purestep.tree.shard import is_shard
+from purestep.tree.shard import Shard, is_shard
 from purestep.types import Tree
 
 T = TypeVar("T")
@@ -154,7 +155,7 @@ def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
         try:
             # Removes what a killed program wrote, before any rank makes the folder.
             on_first_rank(group, remove_unfinished)
-            tensors = to_dtensor(dict(leaves))
+            tensors = {name: _to_block(leaf) for name, leaf in leaves.items()}
             save(tensors, checkpoint_id=unfinished, process_group=group)
             on_all_ranks(group, append_checksums)
             on_first_rank(group, rename_to_target)
@@ -184,7 +185,8 @@ def read_folder(path: File, like: NamedLeaves) -> SavedLeaves:
     state.check_fit(formatted, like, os.fspath(path))
     loaded = {name: state.empty_like(leaf) for name, leaf in like.items()}
     planner = DefaultLoadPlanner()
-    planner.set_up_planner(to_dtensor(loaded), metadata)
+    blocks = {name: _to_block(leaf) for name, leaf in loaded.items()}
+    planner.set_up_planner(blocks, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.create_local_plan()
     storage = metadata.storage_data
@@ -193,6 +195,77 @@ def read_folder(path: File, like: NamedLeaves) -> SavedLeaves:
         _check_crc(folder / file)
     reader.read_data(plan, planner).wait()
     return SavedLeaves(loaded, str(metadata.storage_meta.save_id))
+
+
+def _to_block(leaf: Tensor | Shard) -> Tensor:
+    """Returns a tensor as it is; of a ``Shard``, a block that shares its memory."""
+    if not is_shard(leaf):
+        tensor: Tensor = leaf
+        return tensor
+    (local,), spec = trees.flatten(leaf)
+    (shard_spec,) = trees.shard_specs(spec)
+    assert shard_spec is not None
+    for axis in shard_spec.axes:
+        if not isinstance(axis, MeshAxis):
+            raise TypeError(
+                f"a Shard over {axis} is not saved by processes: shard it over a ps.MeshAxis, or "
+                "take ps.unshard"
+            )
+    block: Block = local.detach().as_subclass(Block)
+    block.full_shape = torch.Size(leaf.shape)
+    starts, lengths = zip(*shard_spec.local_block, strict=True)
+    block.offsets = torch.Size(starts)
+    block.lengths = torch.Size(lengths)
+    return block
+
+
+class Block(Tensor):
+    """A block of a larger tensor, as ``torch.distributed.checkpoint`` saves and loads it.
+
+    Its methods with two underscores are torch's interface for tensors that are saved in parts.
+    """
+
+    full_shape: torch.Size
+    offsets: torch.Size
+    lengths: torch.Size
+
+    def size(self, dim: int | None = None) -> Any:
+        """Returns the size of the larger tensor."""
+        return self.full_shape if dim is None else self.full_shape[dim]
+
+    def __create_write_items__(self, fqn: str, block: Any) -> list[Any]:
+        """Lists what is to be written: this block."""
+        from torch.distributed.checkpoint.metadata import (
+            MetadataIndex,
+            TensorProperties,
+        )
+        from torch.distributed.checkpoint.planner import (
+            TensorWriteData,
+            WriteItem,
+            WriteItemType,
+        )
+
+        (chunk,) = self.__create_chunk_list__()
+        data = TensorWriteData(
+            chunk=chunk,
+            properties=TensorProperties.create_from_tensor(self._local()),
+            size=self.full_shape,
+        )
+        index = MetadataIndex(fqn, self.offsets)
+        return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Lists the blocks that this rank holds: one."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(self.offsets, self.lengths)]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Returns the memory of the block."""
+        return self._local()
+
+    def _local(self) -> Tensor:
+        return self.as_subclass(Tensor)
 
 
 def _append_crc(path: Path) -> None:

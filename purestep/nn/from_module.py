@@ -226,7 +226,6 @@ class Apply:
             if name not in trained:
                 # An alias, since a copy may assign to its ``.data``: the module's stays as it is.
                 self._constants[name] = tensor.detach()
-        self._dtensors = tensor_parallel.find_dtensors(tensors)
         frozen = {}
         for name, constant in self._constants.items():
             if isinstance(tensors[name], Parameter):
@@ -245,6 +244,11 @@ class Apply:
         self._units = find_units(module, tensors, self._recipe, units)
         self._is_remat = remat
         self._models = huggingface.models_of(module)
+        self._partial_modules = huggingface.find_partial_modules(module)
+        self._layouts: tensor_parallel.Layouts = {
+            **tensor_parallel.find_dtensors(tensors),
+            **_find_partial_params(module, tensors, self._partial_modules),
+        }
         # nn.MultiheadAttention and nn.LSTM say so of themselves.
         self._batch_second = any(
             getattr(part, "batch_first", None) is False for part in module.modules()
@@ -286,7 +290,7 @@ class Apply:
         validation.check_names(
             "frozen", frozen, self.frozen, self._unloaded, _FROZEN_HINT
         )
-        parts = tensor_parallel.select_local({**params, **frozen}, self._dtensors)
+        parts = tensor_parallel.select_local({**params, **frozen}, self._layouts)
         shards, params = self._gather_root(parts, is_traced=is_traced)
         frozen = {name: params[name] for name in frozen}
         values = [params[name] for name in self._names]
@@ -312,6 +316,8 @@ class Apply:
             self._recipe, [*values, *constants.values()], self._is_eval
         )
         module = copies.module
+        for path in self._partial_modules:
+            huggingface.remove_grad_sums(copies.objects[self._recipe.module_numbers[path]])
         if self._mappings and not is_traced:
             rekeyed = outside.rekey_mappings(
                 self._mappings, self._parts, [*module.modules()]
@@ -322,7 +328,7 @@ class Apply:
                     self._units,
                     shards,
                     copies,
-                    self._dtensors,
+                    self._layouts,
                     frozen_names,
                     is_remat=self._is_remat,
                 )
@@ -361,13 +367,13 @@ class Apply:
         """
         shards = {name: p for name, p in params.items() if is_shard(p)}
         if not shards:
-            return {}, tensor_parallel.wrap(params, self._dtensors)
+            return {}, tensor_parallel.wrap(params, self._layouts)
         in_units = set()
         if not is_traced:
             in_units = {slot.name for unit in self._units for slot in unit.slots}
         root = {name: shards.pop(name) for name in [*shards] if name not in in_units}
         full = {name: p for name, p in params.items() if name not in shards}
-        full = tensor_parallel.wrap({**full, **unshard(root)}, self._dtensors)
+        full = tensor_parallel.wrap({**full, **unshard(root)}, self._layouts)
         local = {name: shard.local for name, shard in shards.items()}
         return shards, {**full, **local}
 
@@ -448,6 +454,20 @@ def _name_tensors(
         seen.add(id(value))
         tensors[name] = value
     return tensors
+
+
+def _find_partial_params(
+    module: Module, tensors: Mapping[str, Tensor], partial_modules: Mapping[str, Any]
+) -> dict[str, tensor_parallel.PartialGradSpec]:
+    """Finds the params of modules that get a part of their gradient on each rank of a mesh."""
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    specs = {}
+    for path, mesh in partial_modules.items():
+        axis = tensor_parallel.axis_of(mesh)
+        for parameter in module.get_submodule(path).parameters(recurse=False):
+            name = names[id(parameter)]
+            specs[name] = tensor_parallel.PartialGradSpec(axis)
+    return specs
 
 
 def _as_parameter(p: Tensor) -> Tensor:

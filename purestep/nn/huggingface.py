@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,50 @@ def check_call(
             "position_ids say: pass use_cache=False, or set model.config.use_cache = False before "
             "from_module"
         )
+
+
+def find_partial_modules(module: Module) -> dict[str, Any]:
+    """Finds modules whose params get a part of their gradient on each rank; returns their meshes.
+
+    A ``tp_plan`` has them as "replicated_with_grad_allreduce": norms that see this rank's heads.
+    Their hooks sum ``param.grad``, which no pure function has, so ``apply`` takes ``pvary`` of the
+    params instead.
+
+    >>> find_partial_modules(torch.nn.Linear(1, 1))
+    {}
+    """
+    meshes = {}
+    for path, part in module.named_modules():
+        for function in (part.__dict__.get("forward"), *part._backward_hooks.values()):
+            if _sums_grads(function):
+                meshes[path] = _find_in_closure(function, "mesh")
+    return meshes
+
+
+def _sums_grads(function: Any) -> bool:
+    """Returns whether a function sums the gradients of params by ``param.grad``."""
+    name = getattr(function, "__qualname__", "")
+    return name.startswith("ReplicatedWithGradAllReduce.install_forward.")
+
+
+def remove_grad_sums(part: Module) -> None:
+    """Removes what would sum ``param.grad`` from the copy of such a module."""
+    forward = part.__dict__.get("forward")
+    if _sums_grads(forward):
+        part.__dict__["forward"] = _find_in_closure(forward, "original_forward")
+
+
+def _find_in_closure(function: Any, name: str) -> Any:
+    """Finds a variable in the closure of a function, or of the functions there."""
+    variables = inspect.getclosurevars(function).nonlocals
+    if name in variables:
+        return variables[name]
+    for inner in variables.values():
+        if isinstance(inner, FunctionType):
+            found = _find_in_closure(inner, name)
+            if found is not None:
+                return found
+    return None
 
 
 def _check_mask(name: str, value: Any) -> None:

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from purestep.axis import MeshAxis
+from purestep.axis import MeshAxis, pvary
 from purestep.tree.shard import Shard, is_shard
 
-DTensors: TypeAlias = Mapping[str, "DTensorSpec"]
-"""Which tensors of a module are DTensors, by name."""
+Layouts: TypeAlias = Mapping[str, "DTensorSpec | PartialGradSpec"]
+"""How the ranks of tensor parallelism hold tensors of a module, by name; others they ignore."""
 
 
 class DTensorSpec(NamedTuple):
@@ -46,6 +46,17 @@ class DTensorSpec(NamedTuple):
             stride=self.stride,
         )
         return wrapped
+
+
+class PartialGradSpec(NamedTuple):
+    """Describes a param that is the same on all ranks, each of which gets a part of its gradient."""
+
+    axis: MeshAxis
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """Returns the param, whose gradient is summed over the ranks."""
+        varying: Tensor = pvary(local, self.axis)
+        return varying
 
 
 def is_dtensor(value: Any) -> bool:
@@ -110,12 +121,12 @@ def split(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         if placement.is_shard():
             key = id(spec.mesh)
             if key not in axes:
-                axes[key] = _axis_of(spec.mesh)
+                axes[key] = axis_of(spec.mesh)
             parts[name] = Shard(local, axes[key], tuple(spec.shape), placement.dim)
     return parts
 
 
-def _axis_of(mesh: Any) -> MeshAxis:
+def axis_of(mesh: Any) -> MeshAxis:
     """Makes the axis of a mesh of one dimension, which may have no name."""
     if mesh.mesh_dim_names:
         return MeshAxis(mesh, mesh.mesh_dim_names)
@@ -126,27 +137,28 @@ def _axis_of(mesh: Any) -> MeshAxis:
     return MeshAxis(named, "tp")
 
 
-def select_local(params: Mapping[str, Any], specs: DTensors) -> Mapping[str, Any]:
+def select_local(params: Mapping[str, Any], layouts: Layouts) -> Mapping[str, Any]:
     """Replaces shards over the mesh of a DTensor by what this rank holds."""
     selected = params
-    for name, spec in specs.items():
+    for name, layout in layouts.items():
         param = params.get(name)
-        if is_shard(param) and _is_over(param, spec):
+        is_local = isinstance(layout, DTensorSpec) and is_shard(param)
+        if is_local and _is_over(param, layout.mesh):
             selected = {**selected, name: param.local}
     return selected
 
 
-def _is_over(shard: Shard, spec: DTensorSpec) -> bool:
-    """Returns whether a ``Shard`` is over the mesh of a DTensor."""
+def _is_over(shard: Any, mesh: Any) -> bool:
+    """Returns whether a ``Shard`` is over the ranks of a mesh."""
     group = getattr(shard.axis, "process_group", None)
-    name: str = spec.mesh.get_group().group_name
+    name: str = mesh.get_group().group_name
     return getattr(group, "name", None) == name
 
 
-def wrap(params: Mapping[str, Tensor], specs: DTensors) -> Mapping[str, Tensor]:
-    """Makes DTensors of this rank's parts among params; other params stay as they are."""
+def wrap(params: Mapping[str, Tensor], layouts: Layouts) -> Mapping[str, Tensor]:
+    """Makes params as the module's call takes them, DTensors of this rank's parts, say."""
     wrapped = {}
-    for name in params.keys() & specs.keys():
-        if not is_dtensor(params[name]):
-            wrapped[name] = specs[name].wrap(params[name])
+    for name in params:
+        if name in layouts and not is_dtensor(params[name]):
+            wrapped[name] = layouts[name].wrap(params[name])
     return {**params, **wrapped} if wrapped else params

@@ -23,8 +23,8 @@ from purestep import tree
 from purestep.nn.first_call import get_storage
 from purestep.nn.rebuild import Copies, Recipe
 from purestep.nn.tensor_parallel import (
-    DTensors,
     DTensorSpec,
+    Layouts,
     is_dtensor,
     local_tensor,
     spec_of,
@@ -192,14 +192,14 @@ def install_units(
     units: Sequence[UnitSpec],
     shards: Mapping[str, Shard],
     copies: Copies,
-    dtensors: DTensors,
+    layouts: Layouts,
     frozen_names: dict[Any, str] | None,
     *,
     is_remat: bool,
 ) -> None:
     """Lets each unit of a copied module gather its shards when it is called.
 
-    Those in ``dtensors`` are full over the axis of the step, and DTensors in the call. In a module's first call, ``frozen_names`` has the names of tensors that must not be written to,
+    Params in ``layouts`` are DTensors in the call. In a module's first call, ``frozen_names`` has the names of tensors that must not be written to,
     by storage.
     """
     for unit in units:
@@ -218,7 +218,7 @@ def install_units(
         # all of the root's params.
         weak_module = ref(unit_module)
         sharded_unit = _ShardedUnit(
-            unit.path, own_shards, places, absent, dtensors, frozen_names
+            unit.path, own_shards, places, absent, layouts, frozen_names
         )
         replace_call(unit_module, partial(_call_unit, run, sharded_unit, weak_module))
 
@@ -240,7 +240,7 @@ class _ShardedUnit(NamedTuple):
     shards: Mapping[str, Shard]
     places: Places
     absent: Mapping[str, Tensor]
-    dtensors: DTensors
+    layouts: Layouts
     frozen_names: dict[Any, str] | None
 
     def unshard(self, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
@@ -260,7 +260,7 @@ class _ShardedUnit(NamedTuple):
     ) -> Any:
         """Calls the module with full params, which it holds for so long."""
         self._freeze(params)
-        _fill(self.places, wrap(params, self.dtensors))
+        _fill(self.places, wrap(params, self.layouts))
         try:
             return call_module(module, *args, **kwargs)
         finally:
@@ -365,7 +365,7 @@ class _GatheredAgain(NamedTuple):
             wanted[name] = param.requires_grad_(
                 self.unit.shards[name].local.requires_grad
             )
-        _fill(self.unit.places, wrap(wanted, self.unit.dtensors))
+        _fill(self.unit.places, wrap(wanted, self.unit.layouts))
 
     def _leave(self, _: Any) -> None:
         _fill(self.unit.places, self.unit.absent)

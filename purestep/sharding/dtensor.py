@@ -47,6 +47,12 @@ def to_dtensor(tree_: Tree) -> Tree:
 def _dtensor_from_local(local: Tensor, shard_spec: ShardSpec) -> Any:
     from torch.distributed import tensor  # takes a second to import
 
+    if shard_spec.outer is not None:
+        raise TypeError(
+            f"a Shard over {shard_spec.axis} in one over {shard_spec.outer.axis} cannot be a "
+            "DTensor here: save it by ps.checkpoint, whose folders are those of "
+            "torch.distributed.checkpoint, or take ps.unshard"
+        )
     if not isinstance(shard_spec.axis, MeshAxis):
         raise TypeError(
             f"a Shard over {shard_spec.axis} cannot be a DTensor, which lies on a DeviceMesh: "
