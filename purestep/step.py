@@ -36,6 +36,7 @@ from purestep.optim.base import (
     reraise_with_hint,
     update_in_place,
 )
+from purestep.sync.replicas import check_replicas
 from purestep.sync.session import open_session
 from purestep.tree import foreach
 from purestep.types import (
@@ -123,6 +124,7 @@ def make_update_step(
         "accum_dtype": str(accum_dtype),
     }
     seen_specs: SeenSpecs = {}
+    compared_specs: SeenSpecs = {}
 
     def update_step(
         params: ParamsT,
@@ -173,6 +175,10 @@ def make_update_step(
             with profiler_range("purestep.reduce"):
                 sums = session.all_reduce_grads(sums, params)
 
+        # A rank without microbatches takes no first step, so another note keeps ranks in step.
+        if is_first and needs_checks(compared_specs, session.rank, params):
+            check_replicas(params, axis, sums)
+            _mark_as_seen(compared_specs, session.rank, params)
         if normalize == "grads":
             total = sums.counts
             sums = normalize_sums(sums)

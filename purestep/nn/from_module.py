@@ -157,7 +157,8 @@ def to_module(
     """Writes params, and buffers, into the module's tensors of the same names.
 
     Other tensors of the module stay as they are. A module that writes to its buffers in training,
-    such as BatchNorm, needs ``buffers=``.
+    such as BatchNorm, needs ``buffers=``. Of a DTensor, this rank's part is written, from the params
+    of ``from_module`` or from those that ``ps.unshard`` makes full.
 
     >>> module = torch.nn.Linear(1, 1)
     >>> to_module({"bias": torch.tensor([3.0])}, module)
@@ -175,12 +176,18 @@ def to_module(
     validation.check_names(
         "buffers", buffers, module_buffers, required, first_call.BUFFERS_HINT
     )
-    targets = parameters | module_buffers
-    values = dict(params)
+    targets: dict[str, Tensor] = {}
+    for name, tensor in (parameters | module_buffers).items():
+        targets[name] = tensor_parallel.local_tensor(tensor)
+    values = tensor_parallel.select_parts(params, parameters)
     for name, buffer in buffers.items():
         values[name] = _to_buffer_dtype(buffer, module_buffers[name])
     # All are checked before the first is written.
     for name, value in values.items():
+        if is_shard(value):
+            raise ValueError(
+                f"{name} is a shard over {value.axis}: pass ps.unshard(params)"
+            )
         expected = tree.format_leaf(targets[name])
         if tree.format_leaf(value) != expected:
             raise ValueError(
@@ -297,6 +304,11 @@ class Apply:
         signature: Any = None
         first_call_check: AbstractContextManager[Any] = nullcontext()
         rekeyed: AbstractContextManager[object] = nullcontext()
+        if key is not None and self._layouts:
+            raise ValueError(
+                "key= draws one mask for all that an example has, but ranks of tensor parallelism "
+                "have parts of it: set the rates of dropout to 0, or call apply without key="
+            )
         if is_traced:
             self._prepare_trace()
         else:

@@ -137,6 +137,20 @@ def axis_of(mesh: Any) -> MeshAxis:
     return MeshAxis(named, "tp")
 
 
+def select_parts(
+    params: Mapping[str, Any], parameters: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Selects this rank's parts of the params that are DTensors among a module's parameters."""
+    layouts = find_dtensors({name: parameters[name] for name in params})
+    selected = dict(select_local(params, layouts))
+    for name, shard in split({name: parameters[name] for name in layouts}).items():
+        value = selected[name]
+        if is_shard(shard) and not is_shard(value) and value.shape == shard.shape:
+            start, length = shard.spec.local_range
+            selected[name] = value.narrow(shard.dim, start, length)
+    return selected
+
+
 def select_local(params: Mapping[str, Any], layouts: Layouts) -> Mapping[str, Any]:
     """Replaces shards over the mesh of a DTensor by what this rank holds."""
     selected = params
