@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from purestep.axis import MeshAxis, pvary
+from purestep.torch_private import has_transforms
 from purestep.tree.shard import Shard, is_shard
 
 Layouts: TypeAlias = Mapping[str, "DTensorSpec | PartialGradSpec"]
@@ -37,6 +38,11 @@ class DTensorSpec(NamedTuple):
         """
         from torch.distributed.tensor import DTensor
 
+        if has_transforms():
+            raise ValueError(
+                "torch.func cannot see through a DTensor: call apply without its transforms, as a "
+                "step does without compile, vmap and grad_and_value"
+            )
         wrapped: Tensor = DTensor.from_local(
             local,
             self.mesh,
