@@ -104,6 +104,9 @@ def remove_grad_sums(part: Module) -> None:
     forward = part.__dict__.get("forward")
     if _sums_grads(forward):
         part.__dict__["forward"] = _find_in_closure(forward, "original_forward")
+    for key, hook in [*part._backward_hooks.items()]:
+        if _sums_grads(hook):
+            del part._backward_hooks[key]
 
 
 def _find_in_closure(function: Any, name: str) -> Any:
