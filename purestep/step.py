@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -65,6 +65,14 @@ SeenSpecs: TypeAlias = dict[int, deque[tree.TreeSpec]]
 """The containers of params whose checks are done, by rank, where ranks are threads."""
 
 
+class SeenParams(NamedTuple):
+    """Holds the containers of params that a step has seen, of each rank."""
+
+    checked: SeenSpecs
+    compared: SeenSpecs
+    """Those for which ranks of tensor parallelism have compared what they have in common."""
+
+
 def make_update_step(
     loss_fn: LossFn[ParamsT],
     optimizer: Optimizer[StateT],
@@ -112,8 +120,9 @@ def make_update_step(
     """
     validation.check_functions(loss_fn, weight_fn, axis)
     check_optimizer("optimizer must be a ps.optim.Optimizer", optimizer)
-    choices = {"normalize": normalize, "gather": gather, "on_nonfinite": on_nonfinite}
-    _check_choices(choices)
+    choices = _check_choices(
+        normalize=normalize, gather=gather, on_nonfinite=on_nonfinite
+    )
     validation.check_normalize(normalize, weight_fn, accum_dtype)
     backends = gather_in_backends(
         make_backends(accept_repeated(loss_fn, gather), grad_and_value, compile), gather
@@ -123,8 +132,7 @@ def make_update_step(
         "weight_fn": "given" if weight_fn else "None",
         "accum_dtype": str(accum_dtype),
     }
-    seen_specs: SeenSpecs = {}
-    compared_specs: SeenSpecs = {}
+    seen = SeenParams({}, {})
 
     def update_step(
         params: ParamsT,
@@ -138,14 +146,9 @@ def make_update_step(
                 "is missing, which optimizer.init(params) makes"
             )
         with open_session(axis, gather, rank_config) as session:
-            is_first = needs_checks(seen_specs, session.rank, params)
+            is_first = needs_checks(seen.checked, session.rank, params)
             if is_first:
-                with hints.annotate_swapped_arguments(
-                    optimizer.init, params, opt_state
-                ):
-                    validation.check_inputs(
-                        params, opt_state, microbatches, axis, donate
-                    )
+                _check_inputs(optimizer, params, opt_state, microbatches, axis, donate)
             with profiler_range("purestep.count"):
                 group = with_weights(
                     microbatches, weight_fn if normalize == "loss" else None
@@ -160,8 +163,8 @@ def make_update_step(
                 )
             on_grad_ready = session.grad_hook(params, accum_dtype)
             if gather != "step":
-                length = session.max_microbatches(len(microbatches))
-                group = pad_microbatches(group, length, gather, weight_fn)
+                max_len = session.max_microbatches(len(microbatches))
+                group = pad_microbatches(group, max_len, gather, weight_fn)
             sums = accumulate_group(
                 backends,
                 session.params_for_loss(params),
@@ -175,10 +178,8 @@ def make_update_step(
             with profiler_range("purestep.reduce"):
                 sums = session.all_reduce_grads(sums, params)
 
-        # A rank without microbatches takes no first step, so another note keeps ranks in step.
-        if is_first and needs_checks(compared_specs, session.rank, params):
-            check_replicas(params, axis, sums)
-            _mark_as_seen(compared_specs, session.rank, params)
+        if is_first:
+            _compare_once(seen.compared, session.rank, params, axis, sums)
         if normalize == "grads":
             total = sums.counts
             sums = normalize_sums(sums)
@@ -195,18 +196,19 @@ def make_update_step(
             validation.check_no_graph(new_params, axis)
         # A loss is checked where it runs, and wholly only where nothing is recorded.
         if is_first and len(microbatches) and tree.is_plain_eager(params, opt_state):
-            _mark_as_seen(seen_specs, session.rank, params)
+            _mark_as_seen(seen.checked, session.rank, params)
         return new_params, new_opt_state, metrics
 
     update_step.__qualname__ = "update_step"  # as errors name it
     return update_step
 
 
-def _check_choices(choices: Mapping[str, str]) -> None:
-    """Raises where a setting is none of the values that it may have."""
+def _check_choices(**choices: str) -> Mapping[str, str]:
+    """Returns the settings; raises where one is none of the values that it may have."""
     allowed = {"normalize": Normalize, "gather": Gather, "on_nonfinite": OnNonfinite}
     for name, value in choices.items():
         validation.check_choice(name, value, allowed[name])
+    return choices
 
 
 def normalize_sums(sums: GradSums) -> GradSums:
@@ -247,6 +249,32 @@ def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
     with suppress(Exception):
         return tree.flatten(params)[1] not in seen_specs.get(rank, ())
     return True
+
+
+def _check_inputs(
+    optimizer: Optimizer,
+    params: Params,
+    opt_state: OptState,
+    microbatches: Sequence[Microbatch],
+    axis: Axis,
+    donate: bool,
+) -> None:
+    """Raises if a step cannot run on these; says so if params and opt_state are swapped."""
+    with hints.annotate_swapped_arguments(optimizer.init, params, opt_state):
+        validation.check_inputs(params, opt_state, microbatches, axis, donate)
+
+
+def _compare_once(
+    compared_specs: SeenSpecs, rank: int, params: Params, axis: Axis, sums: GradSums
+) -> None:
+    """Compares what ranks of tensor parallelism have in common, once for each tree of params.
+
+    A first step without microbatches is not marked as seen. So what is compared is marked apart:
+    all ranks compare in the same steps.
+    """
+    if needs_checks(compared_specs, rank, params):
+        check_replicas(params, axis, sums)
+        _mark_as_seen(compared_specs, rank, params)
 
 
 def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:

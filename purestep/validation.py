@@ -203,9 +203,9 @@ def _check_shards(params: Params, leaves: Sequence[Tensor], axis: Axis) -> None:
         for outer_axis in shard_spec.axes[1:]:
             if shares_ranks(outer_axis, axis):
                 raise ValueError(
-                    f"{_path_of(params, position)} is sharded over {outer_axis}, and inside of that "
-                    f"over {shard_axis}, but this step is over {axis}: shard over the axis of the "
-                    "step last, ps.shard(params, axis), and over it alone"
+                    f"{_path_of(params, position)} is sharded over {outer_axis}, and inside of "
+                    f"that over {shard_axis}, but this step is over {axis}: shard over the axis of "
+                    "the step last, ps.shard(params, axis), and over it alone"
                 )
         shard_spec.check(_path_of(params, position), leaves[position])
 

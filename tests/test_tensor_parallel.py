@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -58,16 +58,16 @@ class Case(NamedTuple):
 def make_llama(**config: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        settings = {"num_key_value_heads": 2, **config}
-        model = model_families.build_model("LlamaForCausalLM", **settings)
+        config.setdefault("num_key_value_heads", 2)
+        model = model_families.build_model("LlamaForCausalLM", **config)
     return model.to(torch.float64)
 
 
 def make_qwen() -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        settings = {"num_key_value_heads": 2, "head_dim": 8}
-        model = model_families.build_model("Qwen3ForCausalLM", **settings)
+        config: Any = {"num_key_value_heads": 2, "head_dim": 8}
+        model = model_families.build_model("Qwen3ForCausalLM", **config)
     return model_families.with_large_weights(model)
 
 
@@ -333,8 +333,10 @@ def move_between_meshes(grid: Grid, path: Path) -> None:
     assert_equal(ps.checkpoint.load(path / "dp", like=zeros), shards)
 
     for folder, prefix in (("tp", "tree[0]"), ("dp", "tree")):
-        state_dict = {f"{prefix}[{name!r}]": torch.zeros_like(p) for name, p in full.items()}
-        dcp.load(state_dict, checkpoint_id=path / folder)
+        state_dict = {
+            f"{prefix}[{name!r}]": torch.zeros_like(p) for name, p in full.items()
+        }
+        load(state_dict, checkpoint_id=path / folder)
         assert_equal([*state_dict.values()], [*full.values()])
 
     ps.checkpoint.export_safetensors(path / "model.safetensors", shards)
@@ -488,7 +490,10 @@ REFUSED: dict[str, tuple[Callable[[Grid], Any], str]] = {
         r"params\['w'\].* is sharded over MeshAxis\('other', 2 ranks\), and inside of that over "
         r"MeshAxis\('dp', 2 ranks\), but this step is over MeshAxis\('other'.*step last",
     ),
-    "two dimensions": (split_over_two_dimensions, r"weight is a DTensor .*mesh\[\"tp\"\]"),
+    "two dimensions": (
+        split_over_two_dimensions,
+        r"weight is a DTensor .*mesh\[\"tp\"\]",
+    ),
     "keys": (call_with_keys, "set the rates of dropout to 0"),
     "torch.func": (differentiate_by_torch_func, "DTensor.*call apply without"),
     "to_dtensor": (convert_nested_shards, "in one over .*ps.checkpoint"),

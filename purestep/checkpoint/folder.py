@@ -199,9 +199,8 @@ def read_folder(path: File, like: NamedLeaves) -> SavedLeaves:
 
 def _to_block(leaf: Tensor | Shard) -> Tensor:
     """Returns a tensor as it is; of a ``Shard``, a block that shares its memory."""
-    if not is_shard(leaf):
-        tensor: Tensor = leaf
-        return tensor
+    if isinstance(leaf, Tensor):
+        return leaf
     (local,), spec = trees.flatten(leaf)
     (shard_spec,) = trees.shard_specs(spec)
     assert shard_spec is not None

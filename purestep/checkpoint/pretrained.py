@@ -173,8 +173,8 @@ def _read_leaf(
         default_device = getattr(leaf.axis, "device", "cpu")
         loaded = _read_block(saved, shard_spec.local_block)
         return shard_spec.wrap(_convert(loaded, local, device, default_device))
-    whole = [(0, length) for length in leaf.shape]
-    return _convert(_read_block(saved, whole), leaf, device)
+    full_block = [(0, length) for length in leaf.shape]
+    return _convert(_read_block(saved, full_block), leaf, device)
 
 
 def _check_axes(name: str, shard_spec: ShardSpec) -> None:

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from purestep import torch_private
 from purestep.nn.dropout import UNKEYED_HINT
-from purestep.nn.tensor_parallel import local_tensor
+from purestep.nn.tensor_parallel import local_part
 
 BUFFERS_HINT = (
     "with buffers=dict(module.named_buffers()), apply returns (output, buffers); or call .eval() "
@@ -45,7 +45,7 @@ def get_storage(value: Any) -> torch.UntypedStorage | None:
     if not isinstance(value, Tensor):
         return None
     # Under ``grad`` and ``vmap``, operations get wrappers, whose storage is not the tensor's.
-    tensor = local_tensor(torch.func.debug_unwrap(value))
+    tensor = local_part(torch.func.debug_unwrap(value))
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     return tensor.untyped_storage()

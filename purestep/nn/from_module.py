@@ -130,8 +130,10 @@ def from_module(
             "require grad"
         )
     detached = {name: p.detach() for name, p in trained.items()}
-    local_parts = tensor_parallel.split(detached)
-    return tree.map(torch.clone, local_parts), Apply(module, trained, units, remat=remat)
+    local_parts = tensor_parallel.local_parts(detached)
+    return tree.map(torch.clone, local_parts), Apply(
+        module, trained, units, remat=remat
+    )
 
 
 def _make_predicate(trainable: Any) -> Callable[[str, Parameter], bool]:
@@ -157,8 +159,8 @@ def to_module(
     """Writes params, and buffers, into the module's tensors of the same names.
 
     Other tensors of the module stay as they are. A module that writes to its buffers in training,
-    such as BatchNorm, needs ``buffers=``. Of a DTensor, this rank's part is written, from the params
-    of ``from_module`` or from those that ``ps.unshard`` makes full.
+    such as BatchNorm, needs ``buffers=``. Of a DTensor, this rank's part is written. Params may be
+    those of ``from_module``, or those that ``ps.unshard`` makes full.
 
     >>> module = torch.nn.Linear(1, 1)
     >>> to_module({"bias": torch.tensor([3.0])}, module)
@@ -178,7 +180,7 @@ def to_module(
     )
     targets: dict[str, Tensor] = {}
     for name, tensor in (parameters | module_buffers).items():
-        targets[name] = tensor_parallel.local_tensor(tensor)
+        targets[name] = tensor_parallel.local_part(tensor)
     values = tensor_parallel.select_parts(params, parameters)
     for name, buffer in buffers.items():
         values[name] = _to_buffer_dtype(buffer, module_buffers[name])
@@ -239,7 +241,7 @@ class Apply:
                 frozen[name] = constant
             else:
                 validation.check_has_value(name, constant)
-        self.frozen = tensor_parallel.split(frozen)
+        self.frozen = tensor_parallel.local_parts(frozen)
         self._unloaded = [name for name, p in frozen.items() if p.is_meta]
         self._buffers = {
             name: self._constants[name] for name, _ in module.named_buffers()
@@ -297,18 +299,13 @@ class Apply:
         validation.check_names(
             "frozen", frozen, self.frozen, self._unloaded, _FROZEN_HINT
         )
-        parts = tensor_parallel.select_local({**params, **frozen}, self._layouts)
-        shards, params = self._gather_root(parts, is_traced=is_traced)
+        local = tensor_parallel.select_local({**params, **frozen}, self._layouts)
+        shards, params = self._gather_root(local, is_traced=is_traced)
         frozen = {name: params[name] for name in frozen}
         values = [params[name] for name in self._names]
         signature: Any = None
         first_call_check: AbstractContextManager[Any] = nullcontext()
         rekeyed: AbstractContextManager[object] = nullcontext()
-        if key is not None and self._layouts:
-            raise ValueError(
-                "key= draws one mask for all that an example has, but ranks of tensor parallelism "
-                "have parts of it: set the rates of dropout to 0, or call apply without key="
-            )
         if is_traced:
             self._prepare_trace()
         else:
@@ -324,12 +321,8 @@ class Apply:
                 uses_keys=key is not None,
             )
         constants = {**self._constants, **frozen, **buffer_values}
-        copies = rebuild.rebuild(
-            self._recipe, [*values, *constants.values()], self._is_eval
-        )
+        copies = self._copy_module([*values, *constants.values()])
         module = copies.module
-        for path in self._partial_modules:
-            huggingface.remove_grad_sums(copies.objects[self._recipe.module_numbers[path]])
         if self._mappings and not is_traced:
             rekeyed = outside.rekey_mappings(
                 self._mappings, self._parts, [*module.modules()]
@@ -384,10 +377,18 @@ class Apply:
         if not is_traced:
             in_units = {slot.name for unit in self._units for slot in unit.slots}
         root = {name: shards.pop(name) for name in [*shards] if name not in in_units}
-        full = {name: p for name, p in params.items() if name not in shards}
-        full = tensor_parallel.wrap({**full, **unshard(root)}, self._layouts)
+        others = {name: p for name, p in params.items() if name not in shards}
+        full = tensor_parallel.wrap({**others, **unshard(root)}, self._layouts)
         local = {name: shard.local for name, shard in shards.items()}
         return shards, {**full, **local}
+
+    def _copy_module(self, tensors: Sequence[Tensor]) -> rebuild.Copies:
+        """Copies the module around these tensors, without the hooks that ``apply`` replaces."""
+        copies = rebuild.rebuild(self._recipe, tensors, self._is_eval)
+        for path in self._partial_modules:
+            number = self._recipe.module_numbers[path]
+            huggingface.remove_grad_sums(copies.objects[number])
+        return copies
 
     def _prepare_trace(self) -> None:
         """Refuses what a compiler would leave out, and reads signatures outside of its graph."""
@@ -433,6 +434,11 @@ class Apply:
         """Makes the context in which dropout draws from ``key``, where there is one."""
         if key is None:
             return nullcontext()
+        if self._layouts:
+            raise ValueError(
+                "key= draws one mask for all that an example has, but ranks of tensor parallelism "
+                "have parts of it: set the rates of dropout to 0, or call apply without key="
+            )
         return dropout.KeyedDropout(key, batch_second=self._batch_second)
 
     def _select_buffers(self, buffer_values: Mapping[str, Tensor]) -> dict[str, Tensor]:

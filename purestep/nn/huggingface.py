@@ -116,9 +116,9 @@ def _find_in_closure(function: Any, name: str) -> Any:
         return variables[name]
     for inner in variables.values():
         if isinstance(inner, FunctionType):
-            found = _find_in_closure(inner, name)
-            if found is not None:
-                return found
+            value = _find_in_closure(inner, name)
+            if value is not None:
+                return value
     return None
 
 

@@ -3,7 +3,8 @@
 Each call of ``apply`` runs on new copies. What leads to a part of the module is copied. So are the
 containers in the attributes of its modules, which a call may fill. Followed are attributes,
 containers and their keys, sets, bound methods, partials, functions with closures or defaults, weak
-references, and functions of ``torch.compile``. An int that is the ``id`` of a part becomes that of the part's copy.
+references, and functions of ``torch.compile``. An int that is the ``id`` of a part becomes that of
+the part's copy.
 
 All else is shared, such as objects with slots. What a call reaches through those is the module
 itself, and ``first_call`` refuses to compute with it.
@@ -432,8 +433,13 @@ def _copy_function(
     *cells: CellType,
 ) -> FunctionType:
     """Makes a function with the same code around other defaults and cells."""
-    code, namespace, name = function.__code__, function.__globals__, function.__name__
-    copied = FunctionType(code, namespace, name, defaults, cells)
+    copied = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        defaults,
+        cells,
+    )
     copied.__kwdefaults__ = keyword_defaults
     copied.__qualname__ = function.__qualname__
     copied.__dict__.update(function.__dict__)

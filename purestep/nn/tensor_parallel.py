@@ -55,7 +55,7 @@ class DTensorSpec(NamedTuple):
 
 
 class PartialGradSpec(NamedTuple):
-    """Describes a param that is the same on all ranks, each of which gets a part of its gradient."""
+    """Describes a param that all ranks share, each of which gets a part of its gradient."""
 
     axis: MeshAxis
 
@@ -75,7 +75,7 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def local_tensor(tensor: Any) -> Tensor:
+def local_part(tensor: Any) -> Tensor:
     """Returns this rank's part of a DTensor, which shares its memory; any other tensor as it is."""
     if not is_dtensor(tensor):
         plain: Tensor = tensor
@@ -116,12 +116,12 @@ def _check_placements(name: str, spec: DTensorSpec) -> None:
         )
 
 
-def split(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns this rank's parts of tensors: a ``Shard`` where ranks of a mesh hold different ones."""
+def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns this rank's parts of tensors: ``Shard`` nodes where ranks of a mesh differ."""
     axes: dict[int, MeshAxis] = {}
     parts: dict[str, Any] = dict(tensors)
     for name, spec in find_dtensors(tensors).items():
-        local = local_tensor(tensors[name])
+        local = local_part(tensors[name])
         parts[name] = local
         (placement,) = spec.placements
         if placement.is_shard():
@@ -149,7 +149,9 @@ def select_parts(
     """Selects this rank's parts of the params that are DTensors among a module's parameters."""
     layouts = find_dtensors({name: parameters[name] for name in params})
     selected = dict(select_local(params, layouts))
-    for name, shard in split({name: parameters[name] for name in layouts}).items():
+    for name, shard in local_parts(
+        {name: parameters[name] for name in layouts}
+    ).items():
         value = selected[name]
         if is_shard(shard) and not is_shard(value) and value.shape == shard.shape:
             start, length = shard.spec.local_range
@@ -161,9 +163,10 @@ def select_local(params: Mapping[str, Any], layouts: Layouts) -> Mapping[str, An
     """Replaces shards over the mesh of a DTensor by what this rank holds."""
     selected = params
     for name, layout in layouts.items():
-        param = params.get(name)
-        is_local = isinstance(layout, DTensorSpec) and is_shard(param)
-        if is_local and _is_over(param, layout.mesh):
+        param: Any = params.get(name)
+        if not isinstance(layout, DTensorSpec) or not is_shard(param):
+            continue
+        if _is_over(param, layout.mesh):
             selected = {**selected, name: param.local}
     return selected
 

@@ -26,7 +26,7 @@ from purestep.nn.tensor_parallel import (
     DTensorSpec,
     Layouts,
     is_dtensor,
-    local_tensor,
+    local_part,
     spec_of,
     wrap,
 )
@@ -199,8 +199,8 @@ def install_units(
 ) -> None:
     """Lets each unit of a copied module gather its shards when it is called.
 
-    Params in ``layouts`` are DTensors in the call. In a module's first call, ``frozen_names`` has the names of tensors that must not be written to,
-    by storage.
+    Params in ``layouts`` are DTensors in the call. In a module's first call, ``frozen_names`` has
+    the names of tensors that must not be written to, by storage.
     """
     for unit in units:
         slots = [slot for slot in unit.slots if slot.name in shards]
@@ -396,7 +396,7 @@ def _make_hooks(
 
     def pack(x: Tensor) -> Any:
         name = None
-        view = local_tensor(x)
+        view = local_part(x)
         if type(view) is Tensor and view.layout is torch.strided:
             name = names.get(view.untyped_storage().data_ptr())
         if name is None or view.dtype != dtypes[name]:

@@ -16,7 +16,7 @@ from torch.nn import (
 from torch.nn.parameter import is_lazy
 
 from purestep import tree
-from purestep.nn.tensor_parallel import local_tensor
+from purestep.nn.tensor_parallel import local_part
 from purestep.torch_private import has_backward_hooks
 
 _WRAPPERS = {
@@ -114,7 +114,7 @@ def _check_memory(
     """
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
-        local = local_tensor(tensor)
+        local = local_part(tensor)
         address = local.data_ptr() if local.layout is torch.strided else 0
         if not address:  # Sparse, or without elements.
             continue

@@ -28,7 +28,9 @@ def check_replicas(params: Params, axis: Axis, sums: GradSums) -> None:
     shard_specs = tree.shard_specs(spec)
     if not shard_specs or not tree.is_plain_eager(grads):
         return
-    axes_of_leaves = [shard_spec.axes if shard_spec else () for shard_spec in shard_specs]
+    axes_of_leaves = [
+        shard_spec.axes if shard_spec else () for shard_spec in shard_specs
+    ]
     others: list[Any] = []
     for axes in axes_of_leaves:
         for other in axes:
@@ -95,7 +97,8 @@ def _check_grads(
 
 def _differ(values: Sequence[float], dtype: torch.dtype) -> bool:
     """Returns whether finite values differ by more than half of the digits of their dtype."""
-    if not all(map(math.isfinite, values)):
+    if not all(math.isfinite(value) for value in values):
         return False
     tolerance = math.sqrt(torch.finfo(dtype).eps)
-    return max(values) - min(values) > tolerance * max(map(abs, values))
+    largest = max(abs(value) for value in values)
+    return max(values) - min(values) > tolerance * largest

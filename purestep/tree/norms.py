@@ -85,7 +85,9 @@ def _sum_over_axes(
     kinds: list[tuple[Any, ...]] = []
     groups: list[list[Tensor]] = []
     for leaf, shard_spec in zip(leaves, specs, strict=True):
-        axes = shard_spec.axes if shard_spec else ()
+        axes: tuple[Any, ...] = ()
+        if shard_spec is not None:
+            axes = shard_spec.axes
         if axes not in kinds:
             kinds.append(axes)
             groups.append([])

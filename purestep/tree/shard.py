@@ -31,7 +31,7 @@ class Shard:
     them.
 
     A ``Shard`` may be in a ``Shard``: ``ps.shard(params, dp)`` of params that are sharded over tp.
-    Each rank then holds, over dp, a part of its part over tp. The axis of the step is the inner one.
+    Each rank then holds, over dp, a part of its part over tp. The step's axis is the inner one.
 
     Args:
         local: this rank's part of the tensor; or how that is sharded in turn.
@@ -74,11 +74,14 @@ class Shard:
     def _check_inner(self, inner: Shard) -> None:
         """Raises if a ``Shard`` in this one is not of this rank's part."""
         spec = self.spec
-        is_padded = not self.axis.is_multi_program and spec.full_len % self.axis.size
-        if inner.shape != spec.local_shape or is_padded:
+        part_shape = spec.local_shape
+        is_padded = False
+        if not self.axis.is_multi_program:
+            is_padded = spec.full_len % self.axis.size != 0
+        if inner.shape != part_shape or is_padded:
             raise ValueError(
                 f"a Shard of shape {inner.shape} is in one of shape {self.shape}, whose part on "
-                f"each rank of {self.axis} has shape {spec.local_shape}: shard that part, as "
+                f"each rank of {self.axis} has shape {part_shape}: shard that part, as "
                 "ps.shard(params, dp) does. An axis of one program must divide the dimension"
             )
 
@@ -106,9 +109,9 @@ class ShardSpec(NamedTuple):
 
     def within(self, outer: ShardSpec) -> ShardSpec:
         """Returns the spec of a leaf that is sharded like this inside of another ``Shard``."""
-        if self.outer is not None:
-            outer = self.outer.within(outer)
-        return self._replace(outer=outer)
+        if self.outer is None:
+            return self._replace(outer=outer)
+        return self._replace(outer=self.outer.within(outer))
 
     def wrap(self, local: Any) -> Shard:
         """Makes the ``Shard`` of a local tensor, and those around it."""
@@ -138,15 +141,17 @@ class ShardSpec(NamedTuple):
     @property
     def local_block(self) -> list[tuple[int, int]]:
         """Returns start and length of this rank's part, along each dimension of the full tensor."""
-        block = [(0, length) for length in self.shape]
+        block = []
+        for length in self.shape:
+            block.append((0, length))
         block[self.dim] = self.local_range
         if self.outer is None:
             return block
-        outer_block = self.outer.local_block
-        return [
-            (outer_start + start, length)
-            for (outer_start, _), (start, length) in zip(outer_block, block, strict=True)
-        ]
+        for dim, outer_range in enumerate(self.outer.local_block):
+            outer_start, _ = outer_range
+            start, length = block[dim]
+            block[dim] = (outer_start + start, length)
+        return block
 
     @property
     def local_shape(self) -> tuple[int, ...]:
