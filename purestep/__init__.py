@@ -35,7 +35,7 @@ from purestep.data import (
 from purestep.evaluation import make_eval_step
 from purestep.grads.accumulate import accumulate
 from purestep.grads.grad_and_value import grad_and_value
-from purestep.nn import from_module, to_module
+from purestep.nn import from_module, reset_parameters, to_module
 from purestep.remat import remat
 from purestep.sharding import from_dtensor, shard, to_dtensor, unshard
 from purestep.state import load_state_dict, state_dict
@@ -45,7 +45,7 @@ from purestep.types import GradSums, LossOutput, StepMetrics, TokenCounts
 
 __all__ = [
     # Trees, keys and modules
-    "tree", "random", "from_module", "to_module",
+    "tree", "random", "from_module", "to_module", "reset_parameters",
     # Data: examples to microbatches
     "shift_labels", "BatchPlan", "plan", "balance", "pack", "pack_documents", "segment_mask",
     "split", "merge", "group", "DataExhausted", "prefetch",

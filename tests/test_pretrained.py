@@ -293,3 +293,60 @@ def test_params_without_values_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="has no values on the meta device"):
         step(params, OPTIMIZER.init(params), [torch.ones(1, 2)])
+
+
+# First values
+
+
+def make_net() -> nn.Module:
+    """Makes layers that initialize themselves, two of them with one weight."""
+    first = nn.Linear(5, 5)
+    last = nn.Linear(5, 5, bias=False)
+    last.weight = first.weight
+    return nn.Sequential(nn.Embedding(7, 5), first, nn.LayerNorm(5), last)
+
+
+def reset_shards(axis: ps.Axis) -> dict[str, Tensor]:
+    """Initializes the shards of a model on "meta"; returns full params."""
+    with torch.device("meta"):
+        module = make_net()
+    params, _ = ps.from_module(module)
+    torch.manual_seed(3)
+    drawn = ps.reset_parameters(module, like=ps.shard(params, axis))
+    assert all(p.is_meta for p in module.parameters())
+    full: dict[str, Tensor] = ps.unshard(drawn)
+    return full
+
+
+def test_each_rank_draws_its_shards(world: World) -> None:
+    """Draws what one process draws, uneven and empty shards too."""
+    module = make_net()
+    torch.manual_seed(3)
+    for part in module.children():
+        if part is not module[-1]:  # type: ignore[index]
+            part.reset_parameters()  # type: ignore[operator]
+    expected, _ = ps.from_module(module)
+    for size in (2, 3, 4):
+        for full in on_processes(world, Ranks(size), reset_shards):
+            assert_same(full, expected)
+
+
+def test_a_function_that_initializes_models_of_transformers() -> None:
+    with init_empty_weights(include_buffers=False):
+        empty = make_llama(tie_word_embeddings=True)
+    empty.tie_weights()
+    params, _ = ps.from_module(empty)
+    drawn = ps.reset_parameters(empty, like=params, reset=empty._init_weights)
+    std = empty.config.initializer_range
+    for name, p in drawn.items():
+        if "norm" in name:
+            assert torch.equal(p, torch.ones_like(p))
+        else:
+            # Each weight has hundreds of elements, of this deviation.
+            assert 0.8 * std < float(p.std()) < 1.2 * std
+            assert abs(float(p.mean())) < 0.2 * std
+
+    with pytest.raises(ValueError, match=r"LlamaRMSNorm.*no reset_parameters.*reset="):
+        ps.reset_parameters(empty, like=params)
+    with pytest.raises(ValueError, match="has no parameter other"):
+        ps.reset_parameters(nn.Linear(1, 1), like={"other": torch.ones(1)})

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.checkpoint.file import File
-from purestep.tree.shard import Shard, ShardSpec
+from purestep.tree.shard import Shard
 
 _INDEX = ".safetensors.index.json"
 """How a folder's list of names and files ends, as Hugging Face's hub has it."""
@@ -169,22 +169,11 @@ def _read_leaf(
         (local,), spec = tree.flatten(leaf)
         (shard_spec,) = tree.shard_specs(spec)
         assert shard_spec is not None
-        _check_axes(name, shard_spec)
         default_device = getattr(leaf.axis, "device", "cpu")
         loaded = _read_block(saved, shard_spec.local_block)
         return shard_spec.wrap(_convert(loaded, local, device, default_device))
     full_block = [(0, length) for length in leaf.shape]
     return _convert(_read_block(saved, full_block), leaf, device)
-
-
-def _check_axes(name: str, shard_spec: ShardSpec) -> None:
-    """Raises if the ranks of a tensor are in one process."""
-    for axis in shard_spec.axes:
-        if not axis.is_multi_program and axis.size > 1:
-            raise TypeError(
-                f"{name} is a Shard over {axis}, whose ranks are in this process: load full "
-                "tensors, and call ps.shard in the program that the axis maps"
-            )
 
 
 def _convert(

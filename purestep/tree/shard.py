@@ -135,6 +135,11 @@ class ShardSpec(NamedTuple):
         """Returns start and length of this rank's shard, where each rank runs its program."""
         if self.axis.size == 1:
             return 0, self.full_len
+        if not self.axis.is_multi_program:
+            raise TypeError(
+                f"a tensor of shape {self.shape} is sharded over {self.axis}, whose ranks are in "
+                "this process: make full tensors, and call ps.shard in the program that it maps"
+            )
         start = min(self.axis.rank * self.shard_len, self.full_len)
         return start, min(self.shard_len, self.full_len - start)
 
