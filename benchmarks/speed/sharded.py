@@ -11,7 +11,8 @@ parameters.
 Times are taken in turn in one process for each rank, of several launches; memory in a fresh process for each way: what it has
 between updates, and the peak above that in one update.
 
-    python -m benchmarks.speed.sharded        writes benchmarks/results/sharded.{json,png}
+    python -m benchmarks.speed.sharded                              benchmarks/results/sharded.{json,png}
+    python -m benchmarks.speed.sharded --size large --microbatches 4    sharded_large.{json,png}
 """
 
 import argparse
@@ -42,6 +43,7 @@ from purestep.examples import gpt
 from support.torch_private import TorchDispatchMode
 
 RATE = 1e-3
+SIZES = {"small": CONFIG, "large": gpt.Config(context=64, layers=8, width=512, heads=8)}
 WHOLE, STEP, MICROBATCH, BLOCKS = (
     "state on every rank", 'gather="step"', 'gather="microbatch"', 'gather="loss"',
 )  # fmt: skip
@@ -71,12 +73,12 @@ class Way(NamedTuple):
     state: Callable[[], list[Tensor]]
 
 
-def block(layer: Any, x: Tensor) -> Tensor:
+def block(config: gpt.Config, layer: Any, x: Tensor) -> Tensor:
     """One block, which gathers its params."""
-    return gpt.block(CONFIG, ps.unshard(layer), x)
+    return gpt.block(config, ps.unshard(layer), x)
 
 
-def logits_of(params: Any, tokens: Tensor) -> Tensor:
+def logits_of(config: gpt.Config, params: Any, tokens: Tensor) -> Tensor:
     """The GPT of the examples, whose params are in pieces: each block is whole while it is at work, forward and backward."""
     outer = ps.unshard({key: value for key, value in params.items() if key != "layers"})
     x = (
@@ -84,22 +86,24 @@ def logits_of(params: Any, tokens: Tensor) -> Tensor:
         + outer["position"][: tokens.shape[1]]
     )
     for layer in params["layers"]:
-        x = ps.remat(block)(layer, x)
+        x = ps.remat(block)(config, layer, x)
     x = functional.layer_norm(x, x.shape[-1:]) * outer["norm"]
     embedding: Tensor = outer["embedding"]
     return x @ embedding.T
 
 
-def pure_step(params: Any, gather: str | None, *, blocks: bool = False) -> Way:
+def pure_step(
+    config: gpt.Config, params: Any, gather: str | None, *, blocks: bool = False
+) -> Way:
     """purestep, with the state in pieces if there is a ``gather``."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     axis = ps.MeshAxis(mesh, "dp")
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
         if blocks:
-            logits = logits_of(params, batch["tokens"])
+            logits = logits_of(config, params, batch["tokens"])
         else:
-            logits = gpt.apply(CONFIG, params, batch["tokens"])
+            logits = gpt.apply(config, params, batch["tokens"])
         return ps.losses.cross_entropy(logits, batch["labels"])
 
     optimizer = ps.optim.adamw(RATE)
@@ -119,8 +123,9 @@ def pure_step(params: Any, gather: str | None, *, blocks: bool = False) -> Way:
 class Block(nn.Module):
     """One block of the same network, for FSDP2, which wants modules."""
 
-    def __init__(self, params: Any, checkpointed: bool) -> None:
+    def __init__(self, config: gpt.Config, params: Any, checkpointed: bool) -> None:
         super().__init__()
+        self.config = config
         self.checkpointed = checkpointed
         self.leaves = nn.ParameterDict(
             {key: nn.Parameter(leaf.clone()) for key, leaf in params.items()}
@@ -135,16 +140,16 @@ class Block(nn.Module):
 
     def plain(self, x: Tensor) -> Tensor:
         """The same, which keeps its activations."""
-        return gpt.block(CONFIG, dict(self.leaves.items()), x)
+        return gpt.block(self.config, dict(self.leaves.items()), x)
 
 
 class Model(nn.Module):
     """The same network."""
 
-    def __init__(self, params: Any, checkpointed: bool) -> None:
+    def __init__(self, config: gpt.Config, params: Any, checkpointed: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            Block(layer, checkpointed) for layer in params["layers"]
+            Block(config, layer, checkpointed) for layer in params["layers"]
         )
         outer = {
             key: nn.Parameter(leaf.clone())
@@ -169,11 +174,11 @@ class Model(nn.Module):
         )
 
 
-def unit_step(params: Any, *, remat: bool) -> Way:
+def unit_step(config: gpt.Config, params: Any, *, remat: bool) -> Way:
     """purestep on the module that FSDP2 has, with its blocks as units."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     axis = ps.MeshAxis(mesh, "dp")
-    model = Model(params, checkpointed=False)
+    model = Model(config, params, checkpointed=False)
     full, apply = ps.from_module(model, units=Block, remat=remat)
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
@@ -206,11 +211,16 @@ def unit_step(params: Any, *, remat: bool) -> Way:
 
 
 def fsdp_step(
-    params: Any, *, synchronise: bool, kept: bool = False, checkpointed: bool = False
+    config: gpt.Config,
+    params: Any,
+    *,
+    synchronise: bool,
+    kept: bool = False,
+    checkpointed: bool = False,
 ) -> Way:
     """FSDP2 as its users write it when they count tokens."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    model: Any = Model(params, checkpointed)
+    model: Any = Model(config, params, checkpointed)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
     fully_shard(model, mesh=mesh)
@@ -260,7 +270,7 @@ def fsdp_step(
     return Way(update, whole, state)
 
 
-MAKE: dict[str, Callable[[Any], Way]] = {
+MAKE: dict[str, Callable[[gpt.Config, Any], Way]] = {
     WHOLE: partial(pure_step, gather=None),
     STEP: partial(pure_step, gather="step"),
     MICROBATCH: partial(pure_step, gather="microbatch"),
@@ -277,9 +287,10 @@ MAKE: dict[str, Callable[[Any], Way]] = {
 
 def times(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each way in turn."""
-    params = gpt.init(CONFIG, torch.Generator().manual_seed(0))
+    config = SIZES[options.size]
+    params = gpt.init(config, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(dist.get_rank())
-    ways = {name: MAKE[name](params) for name in WAYS}
+    ways = {name: MAKE[name](config, params) for name in WAYS}
     orders = list(itertools.permutations(WAYS))
     seconds: dict[str, dict[str, list[float]]] = {}
     for k in options.microbatches:
@@ -308,8 +319,9 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
 
 def bytes_of(options: argparse.Namespace) -> dict[str, Any]:
     """What one way keeps between updates on this rank, and the peak above that in one update."""
-    params = gpt.init(CONFIG, torch.Generator().manual_seed(0))
-    way = MAKE[options.way](params)
+    config = SIZES[options.size]
+    params = gpt.init(config, torch.Generator().manual_seed(0))
+    way = MAKE[options.way](config, params)
     del params
     [k] = options.microbatches
     group = group_of(k, options.rows, torch.Generator().manual_seed(dist.get_rank()))
@@ -320,18 +332,29 @@ def bytes_of(options: argparse.Namespace) -> dict[str, Any]:
     peak = memory.peak_on_host(lambda: way.update(group))
     with Traffic() as traffic:
         way.update(group)
+    before = begun_collectives()
+    way.update(group)
     return {
         "state": sum(leaf.nbytes for leaf in way.state()), "peak": peak,
-        "collectives": traffic.collectives, "sent": traffic.sent,
+        "collectives": begun_collectives() - before, "sent": traffic.sent,
     }  # fmt: skip
 
 
+def begun_collectives() -> int:
+    """How many collectives the ranks have begun, in a mesh of all of them.
+
+    Counted by the process group: a mode does not see those that DTensor runs.
+    """
+    number: int = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+    return number
+
+
 class Traffic(TorchDispatchMode):
-    """Counts collectives, and the bytes that a rank sends for them where ranks stand in a ring."""
+    """Counts the bytes that a rank sends for collectives where ranks stand in a ring."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.collectives = self.sent = 0
+        self.sent = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -343,7 +366,6 @@ class Traffic(TorchDispatchMode):
             rounds = 2 if "allreduce" in name or "all_reduce" in name else 1
             leaves = tree.leaves((args, result))
             whole = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-            self.collectives += 1
             self.sent += rounds * whole * (size - 1) // size
         return result
 
@@ -431,6 +453,7 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=int, default=4, help="rows of 64 bytes in a microbatch"
     )
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the GPT")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -465,7 +488,11 @@ def main() -> None:
             f"{way:>26}: {state:6.1f} MiB of state, {peak:6.1f} at the peak above it; "
             f"{here['collectives']:.0f} collectives send {sent:.1f} MiB"
         )
-    picture = timing.write(options.results, "sharded", report)
+    picture = timing.write(
+        options.results,
+        "sharded" if options.size == "small" else "sharded_large",
+        report,
+    )
     draw(picture, report)
     print(f"picture: {picture}")
 
