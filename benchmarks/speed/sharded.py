@@ -424,7 +424,7 @@ def draw(path: Path, report: dict[str, Any]) -> None:
     left.set_xlabel("microbatches per update")
     left.set_ylabel("milliseconds per microbatch")
     left.set_ylim(0, 1.05 * left.get_ylim()[1])
-    left.legend(frameon=False, fontsize=9)
+    left.legend(frameon=False, fontsize=9, ncols=2, loc="lower center")
     for place, (way, color) in enumerate(COLORS.items()):
         state, peak = (report["bytes"][way][name] / 2**20 for name in ("state", "peak"))
         right.barh(place, state, color=color)
