@@ -20,7 +20,7 @@ from purestep.counts import (
 from purestep.grads.accumulate import add_aux, detach_data, profiler_range, sum_losses
 from purestep.grads.per_microbatch import accept_repeated, pad_microbatches
 from purestep.objective import denominators, forward_microbatch, weighted_sum
-from purestep.sync.session import open_session
+from purestep.sync.session import KnownLaunches, open_session
 from purestep.types import (
     EvalMetrics,
     Gather,
@@ -65,6 +65,7 @@ def make_eval_step(
     watched_draws: list[bool] = []  # whether the first evaluation is over
     gather_once: Gather = "loss" if gather == "loss" else "step"
     loss_fn = accept_repeated(loss_fn, gather)
+    known_launches: KnownLaunches = {}
     rank_config = {
         "weight_fn": "given" if weight_fn else "None",
         "gather": gather_once,
@@ -72,7 +73,7 @@ def make_eval_step(
     }
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
-        with open_session(axis, gather_once, rank_config) as session:
+        with open_session(axis, gather_once, rank_config, known_launches) as session:
             validation.check_params(params, axis)
             first_leaf: Tensor = tree.leaves(params)[0]
             # A trace can see neither marks of donated trees nor generators.

@@ -37,7 +37,7 @@ from purestep.optim.base import (
     update_in_place,
 )
 from purestep.sync.replicas import check_replicas
-from purestep.sync.session import open_session
+from purestep.sync.session import KnownLaunches, open_session
 from purestep.tree import foreach
 from purestep.types import (
     Gather,
@@ -71,6 +71,7 @@ class SeenParams(NamedTuple):
     checked: SeenSpecs
     compared: SeenSpecs
     """Those for which ranks of tensor parallelism have compared what they have in common."""
+    launches: KnownLaunches
 
 
 def make_update_step(
@@ -132,7 +133,7 @@ def make_update_step(
         "weight_fn": "given" if weight_fn else "None",
         "accum_dtype": str(accum_dtype),
     }
-    seen = SeenParams({}, {})
+    seen = SeenParams({}, {}, {})
 
     def update_step(
         params: ParamsT,
@@ -145,7 +146,7 @@ def make_update_step(
                 "update_step(params, opt_state, microbatches) got two arguments: perhaps opt_state "
                 "is missing, which optimizer.init(params) makes"
             )
-        with open_session(axis, gather, rank_config) as session:
+        with open_session(axis, gather, rank_config, seen.launches) as session:
             is_first = needs_checks(seen.checked, session.rank, params)
             if is_first:
                 _check_inputs(optimizer, params, opt_state, microbatches, axis, donate)

@@ -5,7 +5,7 @@ T12 compares their numbers with those of full params, and tests/model_families.p
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import purestep as ps
 from purestep import tree
 from purestep.testing import ThreadAxis
+from purestep.testing.processes import World
 from support.strategies import assert_same
+from support.worlds import Ranks, on_processes
 from tests.memory import LiveBytes
 
 pytestmark = pytest.mark.timeout(60)
@@ -455,6 +457,103 @@ def test_a_rank_that_fails_inside_of_a_unit(fault: str, way: str) -> None:
         [tree.leaves(shards) for shards in shards_after],
         [tree.leaves(shards) for shards in before],
     )
+
+
+class FailsOnce(Model):
+    """Fails in its second block in calls that name a fault."""
+
+    def forward(self, x: Tensor, fault: str = "") -> Tensor:
+        block: Any = self.blocks[1]
+        block.then = FAULTS.get(fault, torch.relu)
+        return super().forward(x)
+
+
+class Gathering(NamedTuple):
+    """How a step gathers, and units of its module."""
+
+    gather: Any = "loss"
+    units: Any = is_block
+    remat: bool = False
+
+
+GATHERINGS = {
+    "units": Gathering(),
+    "units, remat": Gathering(remat=True),
+    "microbatch": Gathering("microbatch", units=None),
+}
+
+
+def fail_in_the_second_step(
+    axis: Any, name: str, fault: str, bad_microbatch: int
+) -> tuple[str, Any]:
+    """Lets rank 1 fail in the second update; returns each rank's error, and params of a third."""
+    gathering = GATHERINGS[name]
+    params, apply = ps.from_module(
+        FailsOnce(), units=gathering.units, remat=gathering.remat
+    )
+
+    def loss_fn(params: Any, microbatch: Any) -> Any:
+        return apply(params, microbatch["x"], fault=microbatch["fault"])
+
+    step = ps.make_update_step(
+        loss_fn,
+        OPTIMIZER,
+        weight_fn=lambda microbatch: weigh_rows(microbatch["x"]),
+        axis=axis,
+        gather=gathering.gather,
+    )
+    rows = make_rows(8).split([2, 2, 4])[axis.rank]
+    right = [{"x": part, "fault": ""} for part in rows.chunk(2)]
+    wrong = [*right]
+    if axis.rank == 1:
+        wrong[bad_microbatch] = {**right[bad_microbatch], "fault": fault}
+    state = ps.shard(params, axis), OPTIMIZER.init(ps.shard(params, axis))
+    first, opt_state, _ = step(*state, right)
+    message = ""
+    try:
+        step(first, opt_state, wrong)
+    except (ps.RankError, ArithmeticError, ValueError) as error:
+        message = str(error)
+    new_params, _, _ = step(*state, right)
+    return message, ps.unshard(new_params)
+
+
+FAULTS_OF = {
+    "units": [*FAULTS],
+    "units, remat": [*FAULTS],
+    "microbatch": ["forward", "backward"],  # Here later blocks have gradients.
+}
+
+
+@pytest.mark.parametrize("bad_microbatch", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [(name, fault) for name in GATHERINGS for fault in FAULTS_OF[name]],
+)
+def test_after_a_rank_that_fails_the_next_step_is_right(
+    name: str, fault: str, bad_microbatch: int
+) -> None:
+    """Names the rank on all others, and meets them again: from the second update on."""
+    axis = ThreadAxis(3)
+    args = axis, name, fault, bad_microbatch
+    check_failures(axis.map(lambda _: fail_in_the_second_step(*args))(range(3)))
+
+
+def check_failures(results: list[tuple[str, Any]]) -> None:
+    expected, _, _ = step_on_one_rank(FailsOnce(), make_rows(8))
+    for rank, (message, new_params) in enumerate(results):
+        assert message
+        assert rank == 1 or "rank 1" in message
+        assert_same(new_params, expected)
+
+
+@pytest.mark.parametrize("name", GATHERINGS)
+def test_after_a_process_that_fails_the_next_step_is_right(
+    name: str, world: World
+) -> None:
+    args = [name] * 3, ["backward"] * 3, [0] * 3
+    results = on_processes(world, Ranks(3), fail_in_the_second_step, *args)
+    check_failures(results)
 
 
 def test_a_nan_on_one_rank_is_skipped_on_all() -> None:

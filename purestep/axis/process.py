@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,29 @@ Wait: TypeAlias = Callable[[], Tensor]
 
 BUCKET_BYTES = 25 * 2**20
 """The default of ``bucket_bytes``, as in ``DistributedDataParallel``."""
+
+
+class Launch(NamedTuple):
+    """Describes a collective that a rank has launched."""
+
+    axis: ProcessAxis
+    op: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def run_with_zeros(self) -> None:
+        """Runs the same collective on zeros, for the ranks that wait for it."""
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        self.axis.launch(zeros, self.op)()
+
+
+class GatherLog(NamedTuple):
+    """Holds what a rank gathers and scatters in an update, in order."""
+
+    names: list[str]
+    """The units whose params were gathered."""
+    launches: list[Launch]
 
 
 class ProcessAxis(ABC):
@@ -40,7 +63,7 @@ class ProcessAxis(ABC):
             )
         self.bucket_bytes = bucket_bytes
         # By ranks, since ThreadAxis has several.
-        self._gather_logs: dict[Any, list[str]] = {}
+        self._gather_logs: dict[Any, GatherLog] = {}
 
     @property
     @abstractmethod
@@ -62,19 +85,25 @@ class ProcessAxis(ABC):
         """Returns the global ranks of the axis, this one included; empty if unknown."""
         return frozenset()
 
-    def start_gather_log(self) -> None:
-        """Starts to note what this rank gathers, until ``stop_gather_log``."""
-        self._gather_logs[self.rank, self.global_ranks] = []
+    def start_gather_log(self, log: GatherLog) -> None:
+        """Starts to note in a log what this rank gathers and scatters."""
+        self._gather_logs[self.rank, self.global_ranks] = log
 
     def log_gather(self, name: str) -> None:
         """Notes that this rank gathers params that go by this name."""
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
-            log.append(name)
+            log.names.append(name)
 
-    def stop_gather_log(self) -> list[str]:
-        """Returns what this rank has gathered since ``start_gather_log``, in order."""
-        return self._gather_logs.pop((self.rank, self.global_ranks), [])
+    def log_launch(self, op: str, x: Tensor) -> None:
+        """Notes that this rank is about to launch a gather or scatter of its own tensor."""
+        log = self._gather_logs.get((self.rank, self.global_ranks))
+        if log is not None:
+            log.launches.append(Launch(self, op, x.shape, x.dtype, x.device))
+
+    def stop_gather_log(self) -> None:
+        """Stops to note."""
+        self._gather_logs.pop((self.rank, self.global_ranks), None)
 
     @property
     def index(self) -> Tensor:

@@ -64,6 +64,7 @@ class _Bucket:
     def launch(self, op: str) -> None:
         """Launches its first collective: ``op`` if its leaves are sharded, else a sum."""
         if self.key.scatter_axis is not None:
+            self.key.scatter_axis.log_launch(op, self.memory)
             self.wait = self.key.scatter_axis.launch(self.memory, op)
         else:
             self.launch_sum()

@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from traceback import format_exception_only
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Any, Literal, Protocol, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.base import Axis
+from purestep.axis.base import Axis, RankError
 from purestep.axis.local import LocalAxis
-from purestep.axis.process import ProcessAxis
+from purestep.axis.process import GatherLog, Launch, ProcessAxis
 from purestep.counts import check_count
 from purestep.sharding.buckets import GradBuckets
 from purestep.sharding.gather import params_for_loss
@@ -41,6 +41,8 @@ EARLY_BUCKETS = (
     "(add 0 * w.sum() to it)"
 )
 UNIT_ORDER = "the order in which units gather params (choose units that all ranks run in one order)"
+KnownLaunches: TypeAlias = dict[tuple[int, int], list[Launch]]
+"""What one microbatch gathers and scatters, by rank and the hash of params."""
 FAILED = -1
 """Sent in the place of a fingerprint, which is not negative."""
 
@@ -101,14 +103,19 @@ class Session(Protocol):
 
 
 def open_session(
-    axis: Axis, gather: Gather, config: Mapping[str, str]
+    axis: Axis,
+    gather: Gather,
+    config: Mapping[str, str],
+    known_launches: KnownLaunches | None = None,
 ) -> AbstractContextManager[Session]:
     """Opens the session of one update, in which ranks compare their ``config``.
 
-    While a compiler traces, the ranks of every axis run one program.
+    In ``known_launches``, ranks note what each microbatch gathers, for later updates. While a
+    compiler traces, the ranks of every axis run one program.
     """
     if axis.is_multi_program and not torch.compiler.is_dynamo_compiling():
-        return MultiProgramSession(cast("ProcessAxis", axis), gather, config)
+        process_axis = cast("ProcessAxis", axis)
+        return MultiProgramSession(process_axis, gather, config, known_launches)
     if type(axis) is LocalAxis:  # A subclass may count what it reduces.
         return nullcontext(LocalSession(axis, gather))
     return nullcontext(SPMDSession(axis, gather))
@@ -222,7 +229,11 @@ class MultiProgramSession:
     """
 
     def __init__(
-        self, axis: ProcessAxis, gather: Gather, config: Mapping[str, str]
+        self,
+        axis: ProcessAxis,
+        gather: Gather,
+        config: Mapping[str, str],
+        known_launches: KnownLaunches | None = None,
     ) -> None:
         self.rank = axis.rank
         self._axis = axis
@@ -237,7 +248,13 @@ class MultiProgramSession:
         self._buckets = GradBuckets(axis, {}, ())
         self._first: handshake.PendingStatus | None = None
         self._group_len = 0
+        self._max_len = 0
         self._gathers_in_backward = False
+        self._log = GatherLog([], [])
+        self._known_launches: KnownLaunches = {}
+        if known_launches is not None:
+            self._known_launches = known_launches
+        self._params_hash = 0
         self._gather_axes: set[ProcessAxis] = set()
 
     def __enter__(self) -> Self:
@@ -270,10 +287,11 @@ class MultiProgramSession:
         fingerprint = handshake.hash64(*(f.hash for f in fingerprints.values()))
         shards = shards_over(fingerprints["params"].shard_specs, axis)
         self._gathers_in_backward = self._gather != "step" and bool(shards)
-        if self._gather == "loss":
+        if self._gathers_in_backward:
+            self._params_hash = fingerprints["params"].hash
             self._gather_axes = {shard_spec.axis for shard_spec in shards.values()}
             for shard_axis in self._gather_axes:
-                shard_axis.start_gather_log()
+                shard_axis.start_gather_log(self._log)
         self._group_len = num_microbatches
         message = handshake.encode_status(
             axis,
@@ -330,6 +348,11 @@ class MultiProgramSession:
         return self._buckets.ready
 
     def max_microbatches(self, num_microbatches: int) -> int:
+        """Returns the largest number of microbatches of any rank, which it remembers."""
+        self._max_len = self._find_max_len(num_microbatches)
+        return self._max_len
+
+    def _find_max_len(self, num_microbatches: int) -> int:
         """Returns the largest number of microbatches of any rank.
 
         The host has to know it before the first gather. Beside a device, ranks meet on the host if
@@ -366,7 +389,8 @@ class MultiProgramSession:
         num_early = self._buckets.num_early
         aux = handshake.fingerprint("LossOutput.aux", sums.aux)
         early = handshake.fingerprint(EARLY_BUCKETS, str(num_early))
-        order = handshake.fingerprint_order(UNIT_ORDER, self._stop_gather_logs())
+        self._stop_gather_logs()
+        order = handshake.fingerprint_order(UNIT_ORDER, self._log.names)
         aux_hash = 0 if tree.is_empty(sums.aux) else aux.hash
         message = handshake.encode_status(
             self._axis,
@@ -377,6 +401,7 @@ class MultiProgramSession:
         )
         self._all_reduce_message(message)
         status = self._check_second(message, [aux, early, order])
+        self._note_launches()
 
         has_float_weights = sums.counts.num_tokens.is_floating_point()
         has_float_weights = has_float_weights or not self._group_len
@@ -440,12 +465,30 @@ class MultiProgramSession:
             totals.append(tree.match_strides(leaf, total))
         return tree.unflatten(spec, totals)
 
-    def _stop_gather_logs(self) -> list[str]:
-        """Returns the names of the units that this rank has gathered, in order."""
-        order = []
+    def _stop_gather_logs(self) -> None:
         for axis in self._gather_axes:
-            order += axis.stop_gather_log()
-        return order
+            axis.stop_gather_log()
+
+    def _note_launches(self) -> None:
+        """Notes what one microbatch gathers and scatters: of all, each does the same."""
+        if self._max_len:
+            launches_each = len(self._log.launches) // self._max_len
+            launches = self._log.launches[:launches_each]
+            self._known_launches[self.rank, self._params_hash] = launches
+
+    def _run_missing_launches(self) -> bool:
+        """Runs what the other ranks still gather and scatter in this update, with zeros.
+
+        Returns whether that is known, as it is after the first update.
+        """
+        launches = self._known_launches.get((self.rank, self._params_hash))
+        if launches is None or not self._max_len:
+            return False
+        expected = launches * self._max_len
+        num_launched = len(self._log.launches)
+        for launch in expected[num_launched:]:
+            launch.run_with_zeros()
+        return True
 
     def _await_grads(self) -> None:
         """Marks that other ranks wait for the second message now, and begins the buckets."""
@@ -467,8 +510,13 @@ class MultiProgramSession:
         """Sends what the other ranks wait for, and that this one has failed."""
         axis = self._axis
         awaits_counts = self._awaited == "counts"
-        if not awaits_counts and (self._gathers_in_backward or not axis.on_host):
-            return  # The others wait for its loss, or read nothing, until its process ends.
+        if not awaits_counts and not axis.on_host:
+            return  # The others read nothing until its process ends.
+        if not awaits_counts and self._gathers_in_backward:
+            # After an error of the backend, no other rank is left to meet.
+            is_lost = isinstance(error, RankError)
+            if is_lost or not self._run_missing_launches():
+                return  # The others wait for its loss until its process ends.
         self._all_reduce_message(handshake.encode_status(axis, failed=True))
         if axis.on_host:
             text = format_exception_only(error)[0].strip()  # without its notes
