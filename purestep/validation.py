@@ -189,13 +189,18 @@ def _raise_not_a_param(path: str, leaf: Any) -> NoReturn:
 def _check_shards(params: Params, leaves: Sequence[Tensor], axis: Axis) -> None:
     """Raises if a shard has a wrong shape, or its axis shares some ranks with that of the step."""
     _, spec = tree.flatten(params)
-    for position, shard_spec in enumerate(tree.shard_specs(spec)):
+    shard_specs = tree.shard_specs(spec)
+    if not shard_specs:
+        return
+    paths = tree.paths(params, "params")
+    for position, shard_spec in enumerate(shard_specs):
         if shard_spec is None:
             continue
+        path = paths[position]
         shard_axis = shard_spec.axis
         if shares_ranks(shard_axis, axis) and not is_subaxis(shard_axis, axis):
             raise ValueError(
-                f"{_path_of(params, position)} is sharded over {shard_axis}, some of whose ranks "
+                f"{path} is sharded over {shard_axis}, some of whose ranks "
                 f"are of {axis}, over which this step is: shard it over that axis itself, over "
                 "some of its dimensions, or over an axis whose ranks hold the same tokens, as in "
                 "tensor parallelism"
@@ -203,11 +208,11 @@ def _check_shards(params: Params, leaves: Sequence[Tensor], axis: Axis) -> None:
         for outer_axis in shard_spec.axes[1:]:
             if shares_ranks(outer_axis, axis):
                 raise ValueError(
-                    f"{_path_of(params, position)} is sharded over {outer_axis}, and inside of "
+                    f"{path} is sharded over {outer_axis}, and inside of "
                     f"that over {shard_axis}, but this step is over {axis}: shard over the axis of "
                     "the step last, ps.shard(params, axis), and over it alone"
                 )
-        shard_spec.check(_path_of(params, position), leaves[position])
+        shard_spec.check(path, leaves[position])
 
 
 def check_no_aliasing(

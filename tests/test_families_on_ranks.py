@@ -235,7 +235,7 @@ def name_case(case: Case) -> str:
     return ", ".join(words)
 
 
-@pytest.mark.parametrize("case", [*list_cases()][::9], ids=name_case)
+@pytest.mark.parametrize("case", [*list_cases()][::13], ids=name_case)
 def test_units_on_processes(world: World, case: Case) -> None:
     assert find_distance(world, case) <= MAX_DISTANCE
 

@@ -262,8 +262,14 @@ def check_close(actual: Result, expected: Result) -> None:
         assert values == pytest.approx(wanted, rel=MAX_DISTANCE, abs=0, nan_ok=True)
 
 
-@pytest.mark.parametrize("way", ["replicated", "units, remat"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, "units, remat") for name in CASES),
+        ("Llama, sequence parallel", "replicated"),
+        ("Qwen3, tp_plan", "replicated"),
+    ],
+)
 def test_a_plan(world: World, name: str, way: str) -> None:
     args = [name] * 4, [way] * 4
     for result in on_processes(world, GRID, train_on_ranks, *args):

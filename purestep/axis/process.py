@@ -96,7 +96,7 @@ class ProcessAxis(ABC):
             log.names.append(name)
 
     def log_launch(self, op: str, x: Tensor) -> None:
-        """Notes that this rank is about to launch a gather or scatter of its own tensor."""
+        """Notes that this rank is about to launch a gather or scatter, and of what."""
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
             log.launches.append(Launch(self, op, x.shape, x.dtype, x.device))

@@ -233,7 +233,7 @@ class Block(Tensor):
         return self.full_shape if dim is None else self.full_shape[dim]
 
     def __create_write_items__(self, fqn: str, block: Any) -> list[Any]:
-        """Lists what is to be written: this block."""
+        """Lists what is to be written: this block, unless it alone is empty."""
         from torch.distributed.checkpoint.metadata import (
             MetadataIndex,
             TensorProperties,
@@ -244,6 +244,9 @@ class Block(Tensor):
             WriteItemType,
         )
 
+        if not self.numel() and self.full_shape.numel():
+            # It begins where another rank's block does, which would be taken for the same.
+            return []
         (chunk,) = self.__create_chunk_list__()
         data = TensorWriteData(
             chunk=chunk,

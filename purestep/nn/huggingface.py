@@ -87,9 +87,15 @@ def find_partial_modules(module: Module) -> dict[str, Any]:
     """
     meshes = {}
     for path, part in module.named_modules():
-        for function in (part.__dict__.get("forward"), *part._backward_hooks.values()):
+        forward = part.__dict__.get("forward")
+        for function in (forward, *part._backward_hooks.values()):
             if _sums_grads(function):
                 meshes[path] = _find_in_closure(function, "mesh")
+        if path in meshes and _sums_grads(forward):
+            original = _find_in_closure(forward, "original_forward")
+            assert original.__func__ is type(part).forward, (
+                f"{path} has another forward"
+            )
     return meshes
 
 
@@ -101,9 +107,7 @@ def _sums_grads(function: Any) -> bool:
 
 def remove_grad_sums(part: Module) -> None:
     """Removes what would sum ``param.grad`` from the copy of such a module."""
-    forward = part.__dict__.get("forward")
-    if _sums_grads(forward):
-        part.__dict__["forward"] = _find_in_closure(forward, "original_forward")
+    part.__dict__.pop("forward", None)  # Then its class's is called.
     for key, hook in [*part._backward_hooks.items()]:
         if _sums_grads(hook):
             del part._backward_hooks[key]

@@ -2,9 +2,10 @@
 
 Each call of ``apply`` runs on new copies. What leads to a part of the module is copied. So are the
 containers in the attributes of its modules, which a call may fill. Followed are attributes,
-containers and their keys, sets, bound methods, partials, functions with closures or defaults, weak
-references, and functions of ``torch.compile``. An int that is the ``id`` of a part becomes that of
-the part's copy.
+containers and their keys, sets, bound methods, partials, weak references, and functions of
+``torch.compile``. An int that is the ``id`` of a part becomes that of the part's copy. A function in
+an attribute is copied if its closure or defaults have a part, a tensor or such a function. Not a
+hook: what it fills through its closure stays.
 
 All else is shared, such as objects with slots. What a call reaches through those is the module
 itself, and ``first_call`` refuses to compute with it.
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
-from inspect import getmembers_static
+from inspect import Signature, getmembers_static, signature
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -90,7 +91,7 @@ def rebuild(recipe: Recipe, tensors: Sequence[Tensor], is_eval: bool) -> Copies:
     for number, key_position, position in recipe.rekeyed_entries:
         containers[number][values[key_position]] = values[position]
     for cell_position, position in recipe.cell_contents:
-        values[cell_position].cell_contents = values[position]
+        values[cell_position].cell_contents = _weakly(values[position])
     is_traced = torch.compiler.is_dynamo_compiling()
     # The containers of no object come last, and are left out here.
     for obj, attributes in zip(objects, containers, strict=False):
@@ -298,6 +299,10 @@ def _find_holders(
         if isinstance(holder, dict):
             targets += holder  # its keys
         for target in targets:
+            if type(target) is FunctionType and not isinstance(
+                holder, Module | CellType
+            ):
+                continue  # A hook, say: with its closure, it may fill a list of the caller's.
             if type(target) is int:
                 # It is no object to follow, but may be the id of one.
                 target = parts_by_id.get(target, target)
@@ -381,8 +386,7 @@ def _parts_of(value: Any) -> list[tuple[Any, Any]]:
     if cls in _RULES:
         return [*enumerate(_RULES[cls].split(value))]
     if cls is FunctionType:
-        cells = value.__closure__ or ()
-        return [*enumerate((value.__defaults__, value.__kwdefaults__, *cells))]
+        return [*enumerate(_parts_of_function(value))]
     if issubclass(cls, dict):
         return [*value.items()]
     if issubclass(cls, list | deque | tuple):
@@ -412,38 +416,110 @@ def _constructor_of(value: Any) -> Callable[..., Any] | None:
     if issubclass(cls, Tensor) or cls in _CONTAINERS or _is_plain_object(value):
         return lambda: value
     if cls is FunctionType:
-        return partial(_copy_function, value)
+        return partial(CopiedFunction, FunctionTemplate.of(value))
     if cls in _RULES:
         return _RULES[cls].join
     return None
 
 
 def _contents_of(cell: CellType) -> tuple[Any, ...]:
-    """Returns what is in a closure's cell: nothing before its variable is assigned."""
+    """Returns what is in a closure's cell, where that is a part, a tensor or a function."""
     try:
-        return (cell.cell_contents,)
-    except ValueError:
+        content = cell.cell_contents
+    except ValueError:  # Its variable is not assigned yet.
         return ()
+    owner = content.__self__ if isinstance(content, MethodType) else content
+    # Not any object: a trainer, say, leads to all that the program has.
+    return (content,) if isinstance(owner, Module | Tensor | FunctionType) else ()
 
 
-def _copy_function(
-    function: FunctionType,
-    defaults: tuple[Any, ...] | None,
-    keyword_defaults: dict[str, Any] | None,
-    *cells: CellType,
-) -> FunctionType:
-    """Makes a function with the same code around other defaults and cells."""
-    copied = FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        defaults,
-        cells,
-    )
-    copied.__kwdefaults__ = keyword_defaults
-    copied.__qualname__ = function.__qualname__
-    copied.__dict__.update(function.__dict__)
-    return copied
+def _parts_of_function(function: FunctionType) -> list[Any]:
+    """Returns the defaults of a function, those of its keywords first, and its cells."""
+    defaults = function.__defaults__ or ()
+    keyword_defaults = function.__kwdefaults__ or {}
+    cells = function.__closure__ or ()
+    return [*keyword_defaults.values(), defaults, *cells]
+
+
+class FunctionTemplate(NamedTuple):
+    """Describes a function without its defaults and closure, which may lead to a module."""
+
+    code: Any
+    namespace: dict[str, Any]
+    name: str
+    keyword_names: tuple[str, ...]
+    signature: Signature
+
+    @staticmethod
+    def of(function: FunctionType) -> FunctionTemplate:
+        """Describes a function."""
+        return FunctionTemplate(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            tuple(function.__kwdefaults__ or ()),
+            signature(function),
+        )
+
+
+class CopiedFunction:
+    """Calls the code of a function with other defaults and cells.
+
+    The cells refer to modules weakly. ``module.forward = lambda x: module.layer(x)`` would
+    otherwise be a cycle, whose params wait for Python's garbage collector.
+    """
+
+    def __init__(
+        self,
+        template: FunctionTemplate,
+        *parts: Any,
+    ) -> None:
+        names = template.keyword_names
+        self._template = template
+        self._keyword_defaults = dict(zip(names, parts, strict=False))
+        self._defaults, *self._cells = parts[len(names) :]
+        self.__name__ = template.name
+        self.__signature__ = template.signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        template = self._template
+        cells = tuple(_strongly(cell) for cell in self._cells)
+        function = FunctionType(
+            template.code, template.namespace, template.name, self._defaults, cells
+        )
+        function.__kwdefaults__ = self._keyword_defaults
+        return function(*args, **kwargs)
+
+
+class _WeakMethod(NamedTuple):
+    """Holds a bound method of a module, without the module."""
+
+    function: Any
+    owner: ref[Module]
+
+
+def _weakly(content: Any) -> Any:
+    """Returns what a cell holds instead of a module, or of a module's bound method."""
+    if isinstance(content, Module):
+        return ref(content)
+    if isinstance(content, MethodType) and isinstance(content.__self__, Module):
+        return _WeakMethod(content.__func__, ref(content.__self__))
+    return content
+
+
+def _strongly(cell: CellType) -> CellType:
+    """Returns a cell with the module that this one refers to; otherwise the cell itself."""
+    try:
+        content = cell.cell_contents
+    except ValueError:
+        return cell
+    if isinstance(content, _WeakMethod):
+        return CellType(_bind(content.function, content.owner()))
+    if isinstance(content, ref):
+        module = content()
+        if isinstance(module, Module):
+            return CellType(module)
+    return cell
 
 
 def _is_plain_object(value: Any) -> bool:

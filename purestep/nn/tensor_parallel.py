@@ -30,6 +30,7 @@ class DTensorSpec(NamedTuple):
     placements: Any
     shape: torch.Size
     stride: tuple[int, ...]
+    local_shape: torch.Size
 
     def wrap(self, local: Tensor) -> Tensor:
         """Makes a DTensor around this rank's part, differentiably.
@@ -87,7 +88,11 @@ def local_part(tensor: Any) -> Tensor:
 def spec_of(dtensor: Any) -> DTensorSpec:
     """Describes a DTensor."""
     return DTensorSpec(
-        dtensor.device_mesh, dtensor.placements, dtensor.shape, dtensor.stride()
+        dtensor.device_mesh,
+        dtensor.placements,
+        dtensor.shape,
+        dtensor.stride(),
+        local_part(dtensor).shape,
     )
 
 
@@ -110,9 +115,9 @@ def _check_placements(name: str, spec: DTensorSpec) -> None:
     if len(spec.placements) > 1 or not kinds <= {tensor.Shard, tensor.Replicate}:
         raise ValueError(
             f"{name} is a DTensor with the placements {spec.placements} on {spec.mesh}, and "
-            "from_module takes [Shard(dim)] or [Replicate()] on a mesh of one dimension: "
-            'parallelize the module over mesh["tp"], and shard its params over the others by '
-            'ps.shard(params, ps.MeshAxis(mesh, "dp"))'
+            "from_module takes [Shard(dim)] or [Replicate()] on a mesh of one dimension: leave "
+            "plans that interleave features (of experts, say) out, parallelize the module over "
+            'mesh["tp"], and shard over other dimensions by ps.shard(params, ps.MeshAxis(mesh, "dp"))'
         )
 
 
@@ -178,10 +183,21 @@ def _is_over(shard: Any, mesh: Any) -> bool:
     return getattr(group, "name", None) == name
 
 
+def _check_local(name: str, local: Any, layout: DTensorSpec | PartialGradSpec) -> None:
+    """Raises if a tensor is not this rank's part of a DTensor."""
+    if isinstance(layout, DTensorSpec) and local.shape != layout.local_shape:
+        raise ValueError(
+            f"{name} has shape {tuple(local.shape)}, but this rank's part of the DTensor has shape "
+            f"{tuple(layout.local_shape)}: pass params of from_module, or ps.shard of these, and no "
+            "full tensors"
+        )
+
+
 def wrap(params: Mapping[str, Tensor], layouts: Layouts) -> Mapping[str, Tensor]:
     """Makes params as the module's call takes them, DTensors of this rank's parts, say."""
     wrapped = {}
     for name in params:
         if name in layouts and not is_dtensor(params[name]):
+            _check_local(name, params[name], layouts[name])
             wrapped[name] = layouts[name].wrap(params[name])
     return {**params, **wrapped} if wrapped else params

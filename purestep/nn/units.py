@@ -81,8 +81,8 @@ def find_units(
     """Finds the chosen parts of a module that have params, each param in the innermost one.
 
     A param that two parts share belongs to the innermost part around both, if there is one. The
-    params of no unit are the root's, as are those that a bound method or partial holds. ``tensors``
-    are those of the recipe.
+    params of no unit are the root's, as are those that a partial or closure holds by itself.
+    ``tensors`` are those of the recipe.
     """
     is_unit = _make_unit_predicate(units)
     paths: dict[int, str] = {}
@@ -100,7 +100,7 @@ def find_units(
             "or a function of name and module"
         )
     owners = _find_owners(module, paths)
-    derived = {position for _, parts in recipe.derived for position in parts}
+    derived = _find_derived(recipe)
     slots: dict[int, list[Slot]] = {}
     names = [*tensors]
     for container, key, position in recipe.entries:
@@ -114,6 +114,15 @@ def find_units(
         if part_id in slots:
             specs.append(UnitSpec(path, recipe.module_numbers[path], slots[part_id]))
     return specs
+
+
+def _find_derived(recipe: Recipe) -> set[int]:
+    """Finds the positions of what bound methods, closures, keys and the like hold."""
+    derived = {position for _, parts in recipe.derived for position in parts}
+    derived |= {position for _, position in recipe.cell_contents}
+    for _, key_position, position in recipe.rekeyed_entries:
+        derived |= {key_position, position}
+    return derived
 
 
 def _make_unit_predicate(units: Units) -> Callable[[str, Module], bool]:
@@ -365,7 +374,10 @@ class _GatheredAgain(NamedTuple):
             wanted[name] = param.requires_grad_(
                 self.unit.shards[name].local.requires_grad
             )
-        _fill(self.unit.places, wrap(wanted, self.unit.layouts))
+        # Autograd calls this without grad mode, and a checkpoint saves the same tensors again.
+        with torch.enable_grad():
+            wrapped = wrap(wanted, self.unit.layouts)
+        _fill(self.unit.places, wrapped)
 
     def _leave(self, _: Any) -> None:
         _fill(self.unit.places, self.unit.absent)
@@ -375,6 +387,7 @@ class _GatheredAgain(NamedTuple):
 class _Saved(NamedTuple):
     """Describes a view of a full param, which the graph saves instead of the view."""
 
+    unit: _GatheredAgain
     name: str
     shape: torch.Size
     stride: tuple[int, ...]
@@ -403,10 +416,11 @@ def _make_hooks(
             return outer_pack(x)
         dtensor = spec_of(x) if is_dtensor(x) else None
         offset = int(view.storage_offset())
-        return _Saved(name, view.shape, view.stride(), offset, dtensor)
+        return _Saved(gathered, name, view.shape, view.stride(), offset, dtensor)
 
     def unpack(saved: Any) -> Tensor:
-        if not isinstance(saved, _Saved):
+        # A unit around this one has packed what it passes on to this one.
+        if not isinstance(saved, _Saved) or saved.unit is not gathered:
             return outer_unpack(saved)
         param = gathered.read()[saved.name].detach()
         view = param.as_strided(saved.shape, saved.stride, saved.offset)
