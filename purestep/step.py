@@ -61,6 +61,8 @@ _MISSING: Any = object()
 
 Normalize = Literal["loss", "grads"]
 OnNonfinite = Literal["propagate", "skip"]
+MAX_COMPARISONS = 8
+"""How many steps compare what ranks of tensor parallelism share, at most."""
 SeenSpecs: TypeAlias = dict[int, deque[tree.TreeSpec]]
 """The containers of params whose checks are done, by rank, where ranks are threads."""
 
@@ -69,8 +71,11 @@ class SeenParams(NamedTuple):
     """Holds the containers of params that a step has seen, of each rank."""
 
     checked: SeenSpecs
-    compared: SeenSpecs
-    """Those for which ranks of tensor parallelism have compared what they have in common."""
+    comparisons: dict[Any, list[tree.TreeSpec]]
+    """An entry for each time that ranks of tensor parallelism compared what they share.
+
+    Of all ranks alike: never dropped, and also where a rank had no microbatch.
+    """
     launches: KnownLaunches
 
 
@@ -179,8 +184,9 @@ def make_update_step(
             with profiler_range("purestep.reduce"):
                 sums = session.all_reduce_grads(sums, params)
 
-        if is_first:
-            _compare_once(seen.compared, session.rank, params, axis, sums)
+        is_checked = is_first and _compare_replicas(
+            seen.comparisons, session.rank, params, axis, sums
+        )
         if normalize == "grads":
             total = sums.counts
             sums = normalize_sums(sums)
@@ -196,7 +202,7 @@ def make_update_step(
         if axis.is_multi_program:
             validation.check_no_graph(new_params, axis)
         # A loss is checked where it runs, and wholly only where nothing is recorded.
-        if is_first and len(microbatches) and tree.is_plain_eager(params, opt_state):
+        if is_checked and len(microbatches) and tree.is_plain_eager(params, opt_state):
             _mark_as_seen(seen.checked, session.rank, params)
         return new_params, new_opt_state, metrics
 
@@ -265,17 +271,35 @@ def _check_inputs(
         validation.check_inputs(params, opt_state, microbatches, axis, donate)
 
 
-def _compare_once(
-    compared_specs: SeenSpecs, rank: int, params: Params, axis: Axis, sums: GradSums
-) -> None:
-    """Compares what ranks of tensor parallelism have in common, once for each tree of params.
+def _compare_replicas(
+    comparisons: dict[Any, list[tree.TreeSpec]],
+    rank: int,
+    params: Params,
+    axis: Axis,
+    sums: GradSums,
+) -> bool:
+    """Compares what ranks of tensor parallelism share, until a comparison settles it.
 
-    A first step without microbatches is not marked as seen. So what is compared is marked apart:
-    all ranks compare in the same steps.
+    Returns whether it is settled. After a few steps without, as with a param that has no gradient,
+    it counts as settled.
     """
-    if needs_checks(compared_specs, rank, params):
-        check_replicas(params, axis, sums)
-        _mark_as_seen(compared_specs, rank, params)
+    _, spec = tree.flatten(params)
+    axes = {axis for shard in tree.shard_specs(spec) if shard for axis in shard.axes}
+    # Threads of one step may all be rank 0 of its axis.
+    others = sorted(
+        str(axis) + str(axis.rank) for axis in axes if axis.is_multi_program
+    )
+    specs = comparisons.setdefault((rank, *others), [])
+    num_compared = 0
+    with suppress(Exception):  # A node class of the user's may not compare.
+        num_compared = sum(spec == other for other in specs)
+    if num_compared >= MAX_COMPARISONS:
+        return True
+    specs.append(spec)
+    if check_replicas(params, axis, sums):
+        specs += [spec] * MAX_COMPARISONS
+        return True
+    return False
 
 
 def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:

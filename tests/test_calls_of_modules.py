@@ -344,6 +344,52 @@ def test_a_layer_in_a_closure_trains(way: str) -> None:
     assert torch.equal(apply(doubled, x), 2 * expected)
 
 
+class Recorder:
+    """Collects a penalty, and leads to the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.penalty = 0.0
+
+    def add(self, output: Tensor) -> None:
+        self.penalty += float(output.detach().sum())
+
+
+def test_what_hooks_fill_through_closures_stays() -> None:
+    """Adds to the caller's object, and to a list of the module's, at each call."""
+    module: Any = nn.Sequential(linear()).double()
+    recorder = Recorder(module)
+    module.seen = []
+    module[0].register_forward_hook(lambda m, i, o: recorder.add(o))
+    module[0].register_forward_hook(lambda m, i, o: module.seen.append(o))
+    params, apply = ps.from_module(module)
+    for _ in range(2):
+        output = apply(params, draw_inputs())
+    assert len(module.seen) == 2
+    assert recorder.penalty == 2 * float(output.detach().sum())
+
+
+def test_a_copy_that_a_closure_leads_to_is_freed_at_once() -> None:
+    """Makes no cycle of the copy, its ``forward`` and the closure, which would keep params."""
+    module: Any = nn.Sequential(linear()).double()
+    original = module[0].forward
+    layer = module[0]
+    seen = []
+
+    def forward(x: Tensor) -> Tensor:
+        seen.append(weakref.ref(layer))
+        return original(x)
+
+    layer.forward = forward
+    params, apply = ps.from_module(module)
+    gc.disable()
+    try:
+        apply(params, draw_inputs())
+        assert seen[-1]() is None
+    finally:
+        gc.enable()
+
+
 def test_parameters_are_parameters_inside() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         assert isinstance(m.a.weight, nn.Parameter)

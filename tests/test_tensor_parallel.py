@@ -317,6 +317,31 @@ def test_the_graph_of_a_unit_keeps_no_dtensor(world: World) -> None:
         assert kept - kept_by_units > 0.45 * in_blocks
 
 
+def step_with_checkpoints(grid: Grid) -> Result:
+    """Recomputes parts of units in the backward pass, where the units' params are DTensors."""
+    axis: Any = grid.first
+    tp: Any = grid.second
+    model = make_llama()
+    model_families.enable_checkpoints(model, {"use_reentrant": False})
+    parallelize(model.train(), tp.mesh)
+    params, apply = ps.from_module(model, units=is_block)
+    step = ps.make_update_step(
+        make_loss(apply),
+        OPTIMIZER,
+        weight_fn=ps.label_weights,
+        on_nonfinite="skip",
+        axis=axis,
+        gather="loss",
+    )
+    shards = ps.shard(params, axis)
+    return train(step, shards, lambda texts: [texts[:1], texts[1:]][axis.rank])
+
+
+def test_checkpoints_inside_of_units(world: World) -> None:
+    for result in on_processes(world, GRID, step_with_checkpoints):
+        check_close(result, train_in_one_process("Llama"))
+
+
 def move_between_meshes(grid: Grid, path: Path) -> None:
     """Saves on dp and tp, loads on dp alone, and the other way; reads a model on "meta"."""
     tp: Any = grid.second
@@ -327,6 +352,10 @@ def move_between_meshes(grid: Grid, path: Path) -> None:
     shards = ps.shard(params, grid.first)
     for gathered in (ps.unshard(params), ps.unshard(shards)):
         assert_equal(gathered, full)
+    # Two rows over tp, and of each over dp: one rank of dp has none, and starts at the next one's.
+    small = ps.shard(ps.shard(torch.ones(2, 3), tp), grid.first)
+    ps.checkpoint.save(path / "small", small)
+    assert_equal(ps.checkpoint.load(path / "small", like=small), small)
     state = shards, OPTIMIZER.init(shards)
     ps.checkpoint.save(path / "tp", state)
     assert_equal(ps.checkpoint.load(path / "tp", like=state), state)
@@ -437,6 +466,55 @@ def step_on_heads(grid: Grid) -> Any:
     return step(params, OPTIMIZER.init(params), make_texts(0))
 
 
+def step_after_nothing(grid: Grid, first: str) -> Any:
+    """Lets a replicated param get a part of its gradient, after an update that shows nothing."""
+    axis: Any = grid.first
+    tp: Any = grid.second
+    params = {"scale": torch.ones(4), "w": ps.shard(torch.ones(2), tp)}
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        rows = torch.eye(4)[2 * tp.rank : 2 * tp.rank + 2]
+        part = (rows @ params["scale"]) * (tp.rank + 1) * x[:, :1]
+        return ps.psum(part.sum(-1) * params["w"][0], tp)
+
+    step = ps.make_update_step(
+        loss_fn,
+        ps.optim.sgd(0.1),
+        weight_fn=lambda x: x[:, 1] > 0,
+        axis=axis,
+        on_nonfinite="skip",
+    )
+    values = {"zero": 0.0, "nan": math.nan, "no tokens": 1.0}
+    weight = 0.0 if first == "no tokens" else 1.0
+    state = params, ps.optim.sgd(0.1).init(params)
+    new_params, opt_state, _ = step(*state, [torch.tensor([[values[first], weight]])])
+    return step(new_params, opt_state, [torch.tensor([[1.0, 1.0]])])
+
+
+def step_with_equal_norms(grid: Grid) -> Any:
+    """Lets each rank of tp have a gradient of the same norm, in other entries."""
+    tp: Any = grid.second
+    params = {"scale": torch.ones(4), "w": ps.shard(torch.ones(2), tp)}
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        rows = torch.eye(4)[2 * tp.rank : 2 * tp.rank + 2]
+        return ps.psum((rows @ params["scale"]).sum() * params["w"][0] * x, tp)
+
+    optimizer = ps.optim.sgd(0.1)
+    step = ps.make_update_step(
+        loss_fn, optimizer, weight_fn=lambda x: x > 0, axis=grid.first
+    )
+    return step(params, optimizer.init(params), [torch.ones(1)])
+
+
+def call_with_full_params(grid: Grid) -> Any:
+    tp: Any = grid.second
+    model = make_llama()
+    parallelize(model, tp.mesh)
+    params, apply = ps.from_module(model)
+    return apply(ps.unshard(params), make_texts(0)[0]["ids"])
+
+
 def step_with_shards_outside(grid: Grid) -> Any:
     inner = ps.shard({"w": torch.ones(4, 4)}, grid.second)
     params = {"w": inner["w"]}
@@ -481,7 +559,19 @@ def convert_nested_shards(grid: Grid) -> Any:
     return ps.to_dtensor(ps.shard(ps.shard(torch.ones(4), grid.second), grid.first))
 
 
+PART_OF_A_GRADIENT = r"params\['scale'\] is the same on all ranks .* each has another"
 REFUSED: dict[str, tuple[Callable[[Grid], Any], str]] = {
+    "after zeros": (partial(step_after_nothing, first="zero"), PART_OF_A_GRADIENT),
+    "after NaN": (partial(step_after_nothing, first="nan"), PART_OF_A_GRADIENT),
+    "after no tokens": (
+        partial(step_after_nothing, first="no tokens"),
+        PART_OF_A_GRADIENT,
+    ),
+    "equal norms": (step_with_equal_norms, PART_OF_A_GRADIENT),
+    "full params": (
+        call_with_full_params,
+        r"weight has shape .*this rank's part of the DTensor has shape .*ps\.shard",
+    ),
     "other tokens": (
         step_on_other_tokens,
         r"the ranks of MeshAxis\('other', 2 ranks\).* different losses: .*same microbatches",

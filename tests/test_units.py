@@ -351,6 +351,71 @@ def test_a_unit_that_writes_to_its_params(way: str) -> None:
         step_on_ranks(model, [[make_rows(1)], [make_rows(1)]], **WAYS[way])
 
 
+class ScaledBlock(Block):
+    """Multiplies by a param that it finds in a closure, or under a layer as key."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        weight = self.weight
+        self.layer = nn.Identity()
+        self.scale: Any = lambda: weight[0, 0]
+        if way == "key":
+            self.params_of = {self.layer: weight}
+            self.scale = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is not None:
+            return super().forward(x) * self.scale()
+        return super().forward(x) * self.params_of[self.layer][0, 0]
+
+
+@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", ["closure", "key"])
+def test_a_param_that_another_way_leads_to(way: str, settings: dict[str, Any]) -> None:
+    """Gathers it with the root: in the unit's call, a closure would have the shard."""
+    model = Model()
+    model.blocks[1] = ScaledBlock(way)
+    rows = make_rows(8)
+    expected, _, _ = step_on_one_rank(model, rows)
+    for params, _ in step_on_ranks(model, [[rows[:4]], [rows[4:]]], **settings):
+        assert_same(params, expected)
+
+
+class PassesWeight(nn.Module):
+    """Lets an inner unit multiply by a param of this one, of which two inner units hold one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.second = Block()
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.full((WIDTH,), 2.0, dtype=torch.float64))
+        self.inner = Multiplies()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.second(self.first(x)), self.scale)
+
+
+class Multiplies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return (x + self.shift) * scale
+
+
+def test_units_that_share_params_with_the_unit_around_them() -> None:
+    """Gathers each param by the unit that holds it, also in the backward pass of another one."""
+    model = Model()
+    model.blocks[1] = PassesWeight()
+    rows = make_rows(8)
+    expected, _, _ = step_on_one_rank(model, rows)
+    units = (Block, PassesWeight, Multiplies)
+    for params, _ in step_on_ranks(model, [[rows[:4]], [rows[4:]]], units=units):
+        assert_same(params, expected)
+
+
 # Ranks that go wrong
 
 

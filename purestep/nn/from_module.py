@@ -77,8 +77,8 @@ def from_module(
     writes to a tensor of the module or of params, or assigns to a buffer. It is also refused if it
     computes with a parameter of the module instead of params.
     There is no check under a compiler: call ``apply`` once without it. Each call copies the objects
-    that refer to the module, also in keys and sets. Closures are shared. Where a hook fills a
-    dict by layer, its keys stay the module's layers. Methods that were compiled before, as by
+    that refer to the module, also in keys and sets. Closures of hooks are shared. Where a hook fills
+    a dict by layer, its keys stay the module's layers. Methods that were compiled before, as by
     ``module.compile()``, run uncompiled: compile the step instead.
 
     **Checkpoints** with ``use_reentrant=False`` recompute with the params of their call.
@@ -226,7 +226,7 @@ class Apply:
         # A compiler whose graph breaks at a call would compile the call by itself, trace the checks
         # of a first call, and fail with an error of its own.
         skip_compilation(Apply.__call__)
-        tensors = _name_tensors(module, trained)
+        tensors = name_tensors(module, trained)
         validation.check_trained(trained, tensors)
         self._trained = trained
         self._names = [*trained]
@@ -450,9 +450,7 @@ class Apply:
         }
 
 
-def _name_tensors(
-    module: Module, trained: Mapping[str, Parameter]
-) -> dict[str, Tensor]:
+def name_tensors(module: Module, trained: Mapping[str, Parameter]) -> dict[str, Tensor]:
     """Names all tensors that a module holds, each once: the trained ones first, then buffers."""
     parameters = dict(module.named_parameters())
     candidates: list[tuple[str, Any]] = [

@@ -3,9 +3,9 @@
 Each call of ``apply`` runs on new copies. What leads to a part of the module is copied. So are the
 containers in the attributes of its modules, which a call may fill. Followed are attributes,
 containers and their keys, sets, bound methods, partials, weak references, and functions of
-``torch.compile``. An int that is the ``id`` of a part becomes that of the part's copy. A function in
-an attribute is copied if its closure or defaults have a part, a tensor or such a function. Not a
-hook: what it fills through its closure stays.
+``torch.compile``. An int that is the ``id`` of a part becomes that of the part's copy. A function
+in an attribute is copied if its closure or defaults have a part, a tensor or such a function. Not
+a hook: what it fills through its closure stays.
 
 All else is shared, such as objects with slots. What a call reaches through those is the module
 itself, and ``first_call`` refuses to compute with it.

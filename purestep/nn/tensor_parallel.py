@@ -117,7 +117,7 @@ def _check_placements(name: str, spec: DTensorSpec) -> None:
             f"{name} is a DTensor with the placements {spec.placements} on {spec.mesh}, and "
             "from_module takes [Shard(dim)] or [Replicate()] on a mesh of one dimension: leave "
             "plans that interleave features (of experts, say) out, parallelize the module over "
-            'mesh["tp"], and shard over other dimensions by ps.shard(params, ps.MeshAxis(mesh, "dp"))'
+            'mesh["tp"], and shard over other dimensions by ps.shard(params, axis)'
         )
 
 
@@ -187,9 +187,9 @@ def _check_local(name: str, local: Any, layout: DTensorSpec | PartialGradSpec) -
     """Raises if a tensor is not this rank's part of a DTensor."""
     if isinstance(layout, DTensorSpec) and local.shape != layout.local_shape:
         raise ValueError(
-            f"{name} has shape {tuple(local.shape)}, but this rank's part of the DTensor has shape "
-            f"{tuple(layout.local_shape)}: pass params of from_module, or ps.shard of these, and no "
-            "full tensors"
+            f"{name} has shape {tuple(local.shape)}, but this rank's part of the DTensor has "
+            f"shape {tuple(layout.local_shape)}: pass params of from_module, or ps.shard of "
+            "these, and no full tensors"
         )
 
 

@@ -18,49 +18,70 @@ from purestep.axis.collectives import shares_ranks
 from purestep.types import GradSums, Params
 
 
-def check_replicas(params: Params, axis: Axis, sums: GradSums) -> None:
+def check_replicas(params: Params, axis: Axis, sums: GradSums) -> bool:
     """Raises if ranks over which params are sharded, but not tokens, have summed different things.
 
-    All ranks call it together, after the sums over ``axis``, and all of them raise.
+    All ranks call it together, after the sums over ``axis``, and all of them raise. Returns whether
+    that is settled: not where there are no tokens, or a gradient is zero or not finite.
     """
     grads = tree.leaves(sums.grads)
     _, spec = tree.flatten(params)
     shard_specs = tree.shard_specs(spec)
     if not shard_specs or not tree.is_plain_eager(grads):
-        return
+        return True
     axes_of_leaves = [
         shard_spec.axes if shard_spec else () for shard_spec in shard_specs
     ]
+    others = _find_other_axes(axes_of_leaves, axis)
+    if not others:
+        return True
+    paths = tree.paths(params, "params")
+    figures = _measure(grads, axes_of_leaves)
+    is_settled = True
+    for other in others:
+        is_settled &= _compare_totals(other, sums)
+        replicated = [i for i, axes in enumerate(axes_of_leaves) if other not in axes]
+        squares, projections = (_gather(other, part[replicated]) for part in figures)
+        for position, index in enumerate(replicated):
+            norms = [math.sqrt(square) for square in squares[position]]
+            values = projections[position]
+            _check_grads(paths[index], norms, values, other, grads[index].dtype)
+            is_settled &= all(math.isfinite(norm) and norm > 0 for norm in norms)
+    return is_settled
+
+
+def _find_other_axes(axes_of_leaves: Sequence[Any], axis: Axis) -> list[Any]:
+    """Finds the axes of shards that have no ranks of the step's axis, but this one."""
     others: list[Any] = []
-    for axes in axes_of_leaves:
+    for axes in dict.fromkeys(axes_of_leaves):
         for other in axes:
             is_known = other in others or shares_ranks(other, axis)
             if other.is_multi_program and not is_known:
                 others.append(other)
-    if not others:
-        return
-    squares = _sum_squares(grads, axes_of_leaves)
-    for other in others:
-        _compare_totals(other, sums)
-        names = {}
-        for index, axes in enumerate(axes_of_leaves):
-            if other not in axes:
-                names[index] = tree.paths(params, "params")[index]
-        norms = squares[[*names]].sqrt()
-        for name, values in zip(names.values(), _gather(other, norms), strict=True):
-            _check_grads(name, values, other, grads)
+    return others
 
 
-def _sum_squares(grads: Sequence[Tensor], axes_of_leaves: Sequence[Any]) -> Tensor:
-    """Returns the sum of the squares of each leaf, of a sharded one over all its ranks."""
-    squares = [torch.sum(grad.double() ** 2) for grad in grads]
-    total = torch.stack(squares)
+def _measure(
+    grads: Sequence[Tensor], axes_of_leaves: Sequence[Any]
+) -> tuple[Tensor, Tensor]:
+    """Returns the squared norm of each leaf, and its projection on fixed numbers.
+
+    Of a sharded leaf, both are sums over all its ranks. Norms alone may agree by chance: of ranks
+    that have gradients in different rows.
+    """
+    rows = []
+    for grad in grads:
+        wide = grad.double().flatten()
+        numbers = torch.arange(1.0, len(wide) + 1, dtype=wide.dtype, device=wide.device)
+        rows.append(torch.stack([wide.dot(wide), wide.dot(numbers.sin())]))
+    totals = torch.stack(rows)
     for axes in dict.fromkeys(axes_of_leaves):
-        of_kind = torch.tensor([other == axes for other in axes_of_leaves])
+        of_kind = torch.tensor([[other == axes] for other in axes_of_leaves])
         for axis in axes:
-            summed = axis.apply("psum", total)
-            total = torch.where(of_kind.to(total.device), summed, total)
-    return total
+            summed = axis.apply("psum", totals)
+            totals = torch.where(of_kind.to(totals.device), summed, totals)
+    squares, projections = totals.unbind(1)
+    return squares, projections
 
 
 def _gather(axis: Axis, values: Tensor) -> list[list[float]]:
@@ -69,24 +90,34 @@ def _gather(axis: Axis, values: Tensor) -> list[list[float]]:
     return rows
 
 
-def _compare_totals(axis: Axis, sums: GradSums) -> None:
-    """Raises if ranks have summed other tokens."""
+def _compare_totals(axis: Axis, sums: GradSums) -> bool:
+    """Raises if ranks have summed other tokens; returns whether there were any."""
     totals = torch.stack([sums.counts.num_tokens.double(), sums.loss.double()])
     num_tokens, losses = _gather(axis, totals)
-    if _differ(num_tokens, sums.loss.dtype) or _differ(losses, sums.loss.dtype):
+    dtype = sums.loss.dtype
+    if _differ(num_tokens, _largest(num_tokens), dtype) or _differ(
+        losses, _largest(losses), dtype
+    ):
         raise ValueError(
             f"the ranks of {axis}, over which params are sharded, have summed different losses: "
             f"{losses} of {num_tokens} tokens. Let them have the same microbatches, those of their "
             "rank on the step's axis (mesh.get_local_rank of its dimension), or name their "
-            "dimension in that axis"
+            "dimension in that axis. If each returns a part of the losses, return "
+            "ps.psum(losses, that axis); if they drop different activations, give them one seed"
         )
+    return min(num_tokens) > 0 and all(math.isfinite(loss) for loss in losses)
 
 
 def _check_grads(
-    name: str, norms: Sequence[float], axis: Axis, grads: Sequence[Tensor]
+    name: str,
+    norms: Sequence[float],
+    projections: Sequence[float],
+    axis: Axis,
+    dtype: torch.dtype,
 ) -> None:
     """Raises if a replicated param has another gradient on each rank."""
-    if _differ(norms, grads[0].dtype):
+    scale = _largest(norms)
+    if _differ(norms, scale, dtype) or _differ(projections, scale, dtype):
         raise ValueError(
             f"{name} is the same on all ranks of {axis}, but each has another gradient, of norm "
             f"{norms}: it multiplies what differs between them, such as a rank's heads. Sum its "
@@ -95,10 +126,13 @@ def _check_grads(
         )
 
 
-def _differ(values: Sequence[float], dtype: torch.dtype) -> bool:
+def _largest(values: Sequence[float]) -> float:
+    return max(abs(value) for value in values)
+
+
+def _differ(values: Sequence[float], scale: float, dtype: torch.dtype) -> bool:
     """Returns whether finite values differ by more than half of the digits of their dtype."""
     if not all(math.isfinite(value) for value in values):
         return False
     tolerance = math.sqrt(torch.finfo(dtype).eps)
-    largest = max(abs(value) for value in values)
-    return max(values) - min(values) > tolerance * largest
+    return max(values) - min(values) > tolerance * scale
