@@ -78,8 +78,8 @@ def from_module(
     computes with a parameter of the module instead of params.
     There is no check under a compiler: call ``apply`` once without it. Each call copies the objects
     that refer to the module, also in keys and sets. Closures of hooks are shared. Where a hook
-    fills a dict by layer, its keys stay the module's layers. Methods that were compiled before, as by
-    ``module.compile()``, run uncompiled: compile the step instead.
+    fills a dict by layer, its keys stay the module's layers. Methods that were compiled before, as
+    by ``module.compile()``, run uncompiled: compile the step instead.
 
     **Checkpoints** with ``use_reentrant=False`` recompute with the params of their call.
     ``torch.func`` does not support checkpoints, and a step refuses reentrant ones.
