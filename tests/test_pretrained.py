@@ -384,6 +384,8 @@ def test_values_that_would_be_lost() -> None:
     assert not drawn["layer.weight"].any()
     with pytest.raises(ValueError, match=r"around layer\.weight writes to it"):
         ps.reset_parameters(module, like=params, units=nn.Linear)
+    like = {"layer.bias": params["layer.bias"]}
+    assert len(ps.reset_parameters(module, like=like, units=nn.Linear)) == 1
     norm = nn.BatchNorm1d(2)
     norm(torch.randn(4, 2))
     before = norm.running_mean.clone()  # type: ignore[union-attr]

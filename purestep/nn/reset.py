@@ -65,7 +65,7 @@ def reset_parameters(
     root = [name for name in like if name not in in_units]
     for name in root:
         values[name] = _allocate(tensors[name], like[name])
-    placeholders = {name: values[name] for name in in_units}
+    placeholders = {name: values[name] for name in like if name in in_units}
     versions = {name: version_counter(p) for name, p in placeholders.items()}
     copies = rebuild(recipe, [*values.values()], is_eval=False)
     drawn: dict[str, Any] = {}

@@ -17,6 +17,9 @@ from purestep.axis.base import Axis
 from purestep.axis.collectives import shares_ranks
 from purestep.types import GradSums, Params
 
+PIECE = 2**20
+"""How many elements of a gradient are measured at a time."""
+
 
 def check_replicas(params: Params, axis: Axis, sums: GradSums) -> bool:
     """Raises if ranks over which params are sharded, but not tokens, have summed different things.
@@ -36,7 +39,7 @@ def check_replicas(params: Params, axis: Axis, sums: GradSums) -> bool:
     if not others:
         return True
     paths = tree.paths(params, "params")
-    figures = _measure(grads, axes_of_leaves)
+    figures = _measure(grads, axes_of_leaves, others)
     is_settled = True
     for other in others:
         is_settled &= _compare_totals(other, sums)
@@ -62,18 +65,21 @@ def _find_other_axes(axes_of_leaves: Sequence[Any], axis: Axis) -> list[Any]:
 
 
 def _measure(
-    grads: Sequence[Tensor], axes_of_leaves: Sequence[Any]
+    grads: Sequence[Tensor], axes_of_leaves: Sequence[Any], others: Sequence[Any]
 ) -> tuple[Tensor, Tensor]:
     """Returns the squared norm of each leaf, and its projection on fixed numbers.
 
     Of a sharded leaf, both are sums over all its ranks. Norms alone may agree by chance: of ranks
-    that have gradients in different rows.
+    that have gradients in different rows. A leaf that is sharded over all ``others`` has zeros.
     """
     rows = []
-    for grad in grads:
-        wide = grad.double().flatten()
-        numbers = torch.arange(1.0, len(wide) + 1, dtype=wide.dtype, device=wide.device)
-        rows.append(torch.stack([wide.dot(wide), wide.dot(numbers.sin())]))
+    for grad, axes in zip(grads, axes_of_leaves, strict=True):
+        row = torch.zeros(2, dtype=torch.float64, device=grad.device)
+        if any(other not in axes for other in others):
+            # In pieces: wide copies of a large leaf would be larger than its state.
+            for piece in grad.flatten().split(PIECE):
+                row += _measure_piece(piece.double())
+        rows.append(row)
     totals = torch.stack(rows)
     for axes in dict.fromkeys(axes_of_leaves):
         of_kind = torch.tensor([[other == axes] for other in axes_of_leaves])
@@ -82,6 +88,12 @@ def _measure(
             totals = torch.where(of_kind.to(totals.device), summed, totals)
     squares, projections = totals.unbind(1)
     return squares, projections
+
+
+def _measure_piece(wide: Tensor) -> Tensor:
+    """Returns the squared norm of a vector, and its projection."""
+    numbers = torch.arange(1.0, len(wide) + 1, dtype=wide.dtype, device=wide.device)
+    return torch.stack([wide.dot(wide), wide.dot(numbers.sin())])
 
 
 def _gather(axis: Axis, values: Tensor) -> list[list[float]]:
