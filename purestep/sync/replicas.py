@@ -17,7 +17,7 @@ from purestep.axis.base import Axis
 from purestep.axis.collectives import shares_ranks
 from purestep.types import GradSums, Params
 
-PIECE = 2**20
+MAX_NUMEL = 2**20
 """How many elements of a gradient are measured at a time."""
 
 
@@ -76,9 +76,9 @@ def _measure(
     for grad, axes in zip(grads, axes_of_leaves, strict=True):
         row = torch.zeros(2, dtype=torch.float64, device=grad.device)
         if any(other not in axes for other in others):
-            # In pieces: wide copies of a large leaf would be larger than its state.
-            for piece in grad.flatten().split(PIECE):
-                row += _measure_piece(piece.double())
+            # In parts: wide copies of a large leaf would be larger than its state.
+            for part in grad.flatten().split(MAX_NUMEL):
+                row += _measure_part(part.double())
         rows.append(row)
     totals = torch.stack(rows)
     for axes in dict.fromkeys(axes_of_leaves):
@@ -90,7 +90,7 @@ def _measure(
     return squares, projections
 
 
-def _measure_piece(wide: Tensor) -> Tensor:
+def _measure_part(wide: Tensor) -> Tensor:
     """Returns the squared norm of a vector, and its projection."""
     numbers = torch.arange(1.0, len(wide) + 1, dtype=wide.dtype, device=wide.device)
     return torch.stack([wide.dot(wide), wide.dot(numbers.sin())])
