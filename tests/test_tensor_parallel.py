@@ -71,6 +71,18 @@ def make_qwen() -> Any:
     return model_families.with_large_weights(model)
 
 
+def make_tied_qwen() -> Any:
+    """Makes a Qwen 2, whose queries, keys and values have biases, not zero."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config: Any = {"num_key_value_heads": 2, "tie_word_embeddings": True}
+        model = model_families.build_model("Qwen2ForCausalLM", **config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+    return model.to(torch.float64)
+
+
 BLOCK_PLAN: dict[str, Any] = {
     "self_attn.q_proj": ColwiseParallel(),
     "self_attn.k_proj": ColwiseParallel(),
@@ -170,6 +182,7 @@ CASES = {
     "Llama, tied, odd vocabulary": Case(
         partial(make_llama, tie_word_embeddings=True, vocab_size=65), parallelize
     ),
+    "Qwen 2, tied": Case(make_tied_qwen, parallelize),
     "Llama, sequence parallel": Case(make_llama, parallelize_sequence),
     "Llama, loss_parallel": Case(
         make_llama, partial(parallelize, head=SHARDED_HEAD), make_sharded_loss
