@@ -450,6 +450,12 @@ def forward_hooks(module: Any) -> list[Any]:
     return [*pre_hooks.values(), *hooks.values()]
 
 
+def backward_hooks_of(module: Any) -> dict[int, Any]:
+    """Returns the dict of a module's hooks on its backward pass; an empty one where unknown."""
+    hooks: dict[int, Any] = getattr(module, "_backward_hooks", {})
+    return hooks
+
+
 def has_backward_hooks(modules_or_tensors: Iterable[Any]) -> bool:
     """Returns whether one of these has hooks on its backward pass.
 

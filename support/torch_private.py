@@ -106,3 +106,15 @@ def compile_and_list_graphs(
     aot_backend = aot_autograd(fw_compiler=backend)
     compiled = torch.compile(function, backend=aot_backend, fullgraph=True)
     return compiled, graphs
+
+
+def init_function_of(model: Any) -> Any:
+    """Returns the function by which a model of transformers initializes one part of itself."""
+    return model._init_weights
+
+
+def resolve_tp_plan(model: Any, config: Any) -> dict[str, str]:
+    """Returns the plan for tensor parallelism of a model of transformers, from 5.23 on, by name."""
+    plan, *_ = model._resolve_parallel_plans(config)
+    resolved: dict[str, str] = plan
+    return resolved

@@ -17,6 +17,7 @@ from purestep.checkpoint import export_safetensors, load_safetensors
 from purestep.testing import ThreadAxis
 from purestep.testing.processes import World
 from support.strategies import assert_same
+from support.torch_private import init_function_of
 from support.worlds import Ranks, on_processes
 from tests import model_families
 from tests.model_families import SHAPE, is_block, is_block_or_mlp
@@ -340,15 +341,12 @@ def test_what_a_block_scales_in_its_layers(units: Any) -> None:
     settings = {"initializer_range": 0.5, "n_layer": 8}
     model = model_families.build_model("GPT2LMHeadModel", SHAPE, **settings)
     torch.manual_seed(0)
-    model.apply(model._init_weights)
+    model.apply(init_function_of(model))
     params, _ = ps.from_module(model)
     before = tree.map(torch.clone, params)
     torch.manual_seed(0)
-    for p in model.parameters():
-        p._is_hf_initialized = False
-    drawn = ps.reset_parameters(
-        model, like=params, reset=model._init_weights, units=units
-    )
+    reset = init_function_of(model)
+    drawn = ps.reset_parameters(model, like=params, reset=reset, units=units)
     projection = "transformer.h.0.attn.c_proj.weight"
     assert float(drawn[projection].std()) < 0.25
     assert_same(drawn, before)
@@ -398,7 +396,7 @@ def test_a_function_that_initializes_models_of_transformers() -> None:
         empty = make_llama(tie_word_embeddings=True)
     empty.tie_weights()
     params, _ = ps.from_module(empty)
-    drawn = ps.reset_parameters(empty, like=params, reset=empty._init_weights)
+    drawn = ps.reset_parameters(empty, like=params, reset=init_function_of(empty))
     std = empty.config.initializer_range
     for name, p in drawn.items():
         if "norm" in name:

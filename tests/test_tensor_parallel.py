@@ -31,6 +31,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 import purestep as ps
 from purestep import tree
 from purestep.testing.processes import World
+from support.torch_private import resolve_tp_plan
 from support.worlds import Grid, Ranks, on_processes
 from tests import model_families
 from tests.model_families import is_block
@@ -147,7 +148,7 @@ def apply_own_plan(model: Any, mesh: Any) -> None:
         return
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
+    plan = resolve_tp_plan(model, DistributedConfig(tp_size=mesh.size()))
     apply_tensor_parallelism(model, mesh, plan)
 
 

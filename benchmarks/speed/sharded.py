@@ -40,6 +40,7 @@ from benchmarks.speed import memory, timing
 from benchmarks.speed.ranks import CONFIG, Batch, group_of
 from purestep import tree
 from purestep.examples import gpt
+from purestep.torch_private import count_collectives
 from support.torch_private import TorchDispatchMode
 
 RATE = 1e-3
@@ -345,8 +346,7 @@ def begun_collectives() -> int:
 
     Counted by the process group: a mode does not see those that DTensor runs.
     """
-    number: int = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-    return number
+    return count_collectives(dist.group.WORLD, torch.device("cpu")) or 0
 
 
 class Traffic(TorchDispatchMode):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from purestep import tree
-from purestep.torch_private import has_additive_masks
+from purestep.torch_private import backward_hooks_of, has_additive_masks
 
 
 class Models(NamedTuple):
@@ -88,7 +88,7 @@ def find_partial_modules(module: Module) -> dict[str, Any]:
     meshes = {}
     for path, part in module.named_modules():
         forward = part.__dict__.get("forward")
-        for function in (forward, *part._backward_hooks.values()):
+        for function in (forward, *backward_hooks_of(part).values()):
             if _sums_grads(function):
                 meshes[path] = _find_in_closure(function, "mesh")
         if path in meshes and _sums_grads(forward):
@@ -108,9 +108,10 @@ def _sums_grads(function: Any) -> bool:
 def remove_grad_sums(part: Module) -> None:
     """Removes what would sum ``param.grad`` from the copy of such a module."""
     part.__dict__.pop("forward", None)  # Then its class's is called.
-    for key, hook in [*part._backward_hooks.items()]:
+    hooks = backward_hooks_of(part)
+    for key, hook in [*hooks.items()]:
         if _sums_grads(hook):
-            del part._backward_hooks[key]
+            del hooks[key]
 
 
 def _find_in_closure(function: Any, name: str) -> Any:
