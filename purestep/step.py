@@ -284,7 +284,10 @@ def _compare_replicas(
     it counts as settled.
     """
     _, spec = tree.flatten(params)
-    axes = {axis for shard in tree.shard_specs(spec) if shard for axis in shard.axes}
+    shard_specs = tree.shard_specs(spec)
+    if not shard_specs:
+        return True
+    axes = {axis for shard in shard_specs if shard for axis in shard.axes}
     # Threads of one step may all be rank 0 of its axis.
     others = sorted(
         str(axis) + str(axis.rank) for axis in axes if axis.is_multi_program
