@@ -367,7 +367,8 @@ def move_between_meshes(grid: Grid, path: Path) -> None:
     for gathered in (ps.unshard(params), ps.unshard(shards)):
         assert_equal(gathered, full)
     # Two rows over tp, and of each over dp: one rank of dp has none, and starts at the next one's.
-    small = ps.shard(ps.shard(torch.ones(2, 3), tp), grid.first)
+    both = {"a": torch.ones(4, 3), "w": torch.arange(6.0).view(2, 3)}
+    small = ps.shard(ps.shard(both, tp), grid.first)
     ps.checkpoint.save(path / "small", small)
     assert_equal(ps.checkpoint.load(path / "small", like=small), small)
     state = shards, OPTIMIZER.init(shards)

@@ -52,7 +52,7 @@ class Recipe(NamedTuple):
     cell_contents: list[tuple[int, int]]
     """The positions of a closure's cell and of its content, which is written last, too.
 
-    So a function may be in a cell of its own, as one that calls itself.
+    So a function may be in one of its cells, as one that calls itself.
     """
     module_numbers: dict[str, int]
     """Which object each part of the module is, by the part's name."""
