@@ -36,7 +36,7 @@ from purestep.optim.base import (
     reraise_with_hint,
     update_in_place,
 )
-from purestep.sync.replicas import check_replicas
+from purestep.sync.replicas import Comparisons, compare_replicas
 from purestep.sync.session import KnownLaunches, open_session
 from purestep.tree import foreach
 from purestep.types import (
@@ -61,21 +61,15 @@ _MISSING: Any = object()
 
 Normalize = Literal["loss", "grads"]
 OnNonfinite = Literal["propagate", "skip"]
-MAX_COMPARISONS = 8
-"""How many steps compare what ranks of tensor parallelism share, at most."""
 SeenSpecs: TypeAlias = dict[int, deque[tree.TreeSpec]]
 """The containers of params whose checks are done, by rank, where ranks are threads."""
 
 
 class SeenParams(NamedTuple):
-    """Holds the containers of params that a step has seen, of each rank."""
+    """Holds what a step has seen of params, of each rank."""
 
     checked: SeenSpecs
-    comparisons: dict[Any, list[tree.TreeSpec]]
-    """An entry for each time that ranks of tensor parallelism compared what they share.
-
-    Of all ranks alike: never dropped, and also where a rank had no microbatch.
-    """
+    comparisons: Comparisons
     launches: KnownLaunches
 
 
@@ -184,7 +178,7 @@ def make_update_step(
             with profiler_range("purestep.reduce"):
                 sums = session.all_reduce_grads(sums, params)
 
-        is_checked = is_first and _compare_replicas(
+        is_checked = is_first and compare_replicas(
             seen.comparisons, session.rank, params, axis, sums
         )
         if normalize == "grads":
@@ -269,40 +263,6 @@ def _check_inputs(
     """Raises if a step cannot run on these; says so if params and opt_state are swapped."""
     with hints.annotate_swapped_arguments(optimizer.init, params, opt_state):
         validation.check_inputs(params, opt_state, microbatches, axis, donate)
-
-
-def _compare_replicas(
-    comparisons: dict[Any, list[tree.TreeSpec]],
-    rank: int,
-    params: Params,
-    axis: Axis,
-    sums: GradSums,
-) -> bool:
-    """Compares what ranks of tensor parallelism share, until a comparison settles it.
-
-    Returns whether it is settled. After a few steps without, as with a param that has no gradient,
-    it counts as settled.
-    """
-    _, spec = tree.flatten(params)
-    shard_specs = tree.shard_specs(spec)
-    if not shard_specs:
-        return True
-    axes = {axis for shard in shard_specs if shard for axis in shard.axes}
-    # Threads of one step may all be rank 0 of its axis.
-    others = sorted(
-        str(axis) + str(axis.rank) for axis in axes if axis.is_multi_program
-    )
-    specs = comparisons.setdefault((rank, *others), [])
-    num_compared = 0
-    with suppress(Exception):  # A node class of the user's may not compare.
-        num_compared = sum(spec == other for other in specs)
-    if num_compared >= MAX_COMPARISONS:
-        return True
-    specs.append(spec)
-    if check_replicas(params, axis, sums):
-        specs += [spec] * MAX_COMPARISONS
-        return True
-    return False
 
 
 def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:

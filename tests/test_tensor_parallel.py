@@ -570,6 +570,27 @@ def differentiate_by_torch_func(grid: Grid) -> Any:
     return torch.func.grad(lambda p: loss_fn(p, make_texts(0)[0]).sum())(local)
 
 
+class ReplicatedWithGradAllReduce:
+    """Wraps a module's forward under the name that transformers has for it."""
+
+    def install_forward(self, module: Any, mesh: Any) -> None:
+        original_forward = module.forward
+
+        def tp_forward(x: Tensor) -> Any:
+            assert mesh is not None
+            return original_forward(x)
+
+        module.forward = tp_forward
+
+
+def split_with_another_forward(grid: Grid) -> Any:
+    tp: Any = grid.second
+    norm: Any = torch.nn.LayerNorm(4)
+    norm.forward = lambda x: 2 * x
+    ReplicatedWithGradAllReduce().install_forward(norm, tp.mesh)
+    return ps.from_module(torch.nn.Sequential(norm))
+
+
 def convert_nested_shards(grid: Grid) -> Any:
     return ps.to_dtensor(ps.shard(ps.shard(torch.ones(4), grid.second), grid.first))
 
@@ -605,6 +626,7 @@ REFUSED: dict[str, tuple[Callable[[Grid], Any], str]] = {
         split_over_two_dimensions,
         r"weight is a DTensor .*mesh\[\"tp\"\]",
     ),
+    "another forward": (split_with_another_forward, "0 has a forward of another kind"),
     "keys": (call_with_keys, "set the rates of dropout to 0"),
     "torch.func": (differentiate_by_torch_func, "DTensor.*call apply without"),
     "to_dtensor": (convert_nested_shards, "in one over .*ps.checkpoint"),

@@ -91,12 +91,19 @@ def find_partial_modules(module: Module) -> dict[str, Any]:
         for function in (forward, *backward_hooks_of(part).values()):
             if _sums_grads(function):
                 meshes[path] = _find_in_closure(function, "mesh")
-        if path in meshes and _sums_grads(forward):
-            original = _find_in_closure(forward, "original_forward")
-            assert original.__func__ is type(part).forward, (
-                f"{path} has another forward"
-            )
+        if _sums_grads(forward):
+            _check_original_forward(path, part, forward)
     return meshes
+
+
+def _check_original_forward(path: str, part: Module, forward: Any) -> None:
+    """Raises unless what sums gradients calls the ``forward`` of the part's class."""
+    original = _find_in_closure(forward, "original_forward")
+    if getattr(original, "__func__", None) is not type(part).forward:
+        raise ValueError(
+            f"{path} has a forward of another kind below that of the tp_plan, which apply would "
+            "lose: set the plan before it, or leave this module out of the plan"
+        )
 
 
 def _sums_grads(function: Any) -> bool:
@@ -107,7 +114,8 @@ def _sums_grads(function: Any) -> bool:
 
 def remove_grad_sums(part: Module) -> None:
     """Removes what would sum ``param.grad`` from the copy of such a module."""
-    part.__dict__.pop("forward", None)  # Then its class's is called.
+    if _sums_grads(part.__dict__.get("forward")):
+        del part.__dict__["forward"]  # Then its class's is called.
     hooks = backward_hooks_of(part)
     for key, hook in [*hooks.items()]:
         if _sums_grads(hook):

@@ -447,6 +447,7 @@ class FunctionTemplate(NamedTuple):
     code: Any
     namespace: dict[str, Any]
     name: str
+    qualified_name: str
     keyword_names: tuple[str, ...]
     signature: Signature
 
@@ -457,6 +458,7 @@ class FunctionTemplate(NamedTuple):
             function.__code__,
             function.__globals__,
             function.__name__,
+            function.__qualname__,
             tuple(function.__kwdefaults__ or ()),
             signature(function),
         )
@@ -479,6 +481,7 @@ class CopiedFunction:
         self._keyword_defaults = dict(zip(names, parts, strict=False))
         self._defaults, *self._cells = parts[len(names) :]
         self.__name__ = template.name
+        self.__qualname__ = template.qualified_name
         self.__signature__ = template.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,14 @@
 """Compares what ranks beside those of the step have in common: tokens, losses, replicated params.
 
 Ranks of tensor parallelism get the same microbatches. A param that is not sharded over them has the
-same gradient on each, since each updates it by its own. If a rank has a part of that gradient
-instead, the params drift apart, and no later collective shows it.
+same gradient on each, since each updates a copy. If a rank has a part of that gradient instead,
+the copies drift apart, and no later collective shows it.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,8 +18,49 @@ from purestep.axis.base import Axis
 from purestep.axis.collectives import shares_ranks
 from purestep.types import GradSums, Params
 
+Comparisons: TypeAlias = dict[Any, list[tree.TreeSpec]]
+"""The containers of params, once for each comparison, by the ranks of this process.
+
+None is dropped, and a rank without microbatches compares, too. So all ranks have the same entries.
+"""
+MAX_COMPARISONS = 8
+"""How many steps compare what ranks of tensor parallelism share, at most."""
 MAX_NUMEL = 2**20
 """How many elements of a gradient are measured at a time."""
+
+
+def compare_replicas(
+    comparisons: Comparisons,
+    rank: int,
+    params: Params,
+    axis: Axis,
+    sums: GradSums,
+) -> bool:
+    """Compares what ranks of tensor parallelism share, until a comparison settles it.
+
+    Returns whether it is settled. After a few steps without, as with a param that has no gradient,
+    it counts as settled.
+    """
+    _, spec = tree.flatten(params)
+    shard_specs = tree.shard_specs(spec)
+    if not shard_specs:
+        return True
+    axes = {axis for shard in shard_specs if shard for axis in shard.axes}
+    # Threads of one step may all be rank 0 of its axis.
+    others = sorted(
+        str(axis) + str(axis.rank) for axis in axes if axis.is_multi_program
+    )
+    specs = comparisons.setdefault((rank, *others), [])
+    num_compared = 0
+    with suppress(Exception):  # A node class of the user's may not compare.
+        num_compared = sum(spec == other for other in specs)
+    if num_compared >= MAX_COMPARISONS:
+        return True
+    specs.append(spec)
+    if check_replicas(params, axis, sums):
+        specs += [spec] * MAX_COMPARISONS
+        return True
+    return False
 
 
 def check_replicas(params: Params, axis: Axis, sums: GradSums) -> bool:

@@ -42,7 +42,7 @@ EARLY_BUCKETS = (
 )
 UNIT_ORDER = "the order in which units gather params (choose units that all ranks run in one order)"
 KnownLaunches: TypeAlias = dict[tuple[int, int], list[Launch]]
-"""What one microbatch gathers and scatters, by rank and the hash of params."""
+"""The gathers and scatters of one microbatch, by rank and by the fingerprint of params."""
 FAILED = -1
 """Sent in the place of a fingerprint, which is not negative."""
 
