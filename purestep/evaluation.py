@@ -20,7 +20,8 @@ from purestep.counts import (
 from purestep.grads.accumulate import add_aux, detach_data, profiler_range, sum_losses
 from purestep.grads.per_microbatch import accept_repeated, pad_microbatches
 from purestep.objective import denominators, forward_microbatch, weighted_sum
-from purestep.sync.session import KnownLaunches, open_session
+from purestep.sync.leaving import KnownLaunches, again_if_gathers_vary
+from purestep.sync.session import open_session
 from purestep.types import (
     EvalMetrics,
     Gather,
@@ -109,7 +110,7 @@ def make_eval_step(
             loss = (loss / denominators(total).num_tokens).to(loss.dtype)
         return _detach_unless_transformed(EvalMetrics(loss, *total, sums.aux))
 
-    return eval_step
+    return eval_step if gather_once == "step" else again_if_gathers_vary(eval_step)
 
 
 def _forward_group(

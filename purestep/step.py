@@ -36,8 +36,9 @@ from purestep.optim.base import (
     reraise_with_hint,
     update_in_place,
 )
+from purestep.sync.leaving import KnownLaunches, again_if_gathers_vary
 from purestep.sync.replicas import Comparisons, compare_replicas
-from purestep.sync.session import KnownLaunches, open_session
+from purestep.sync.session import open_session
 from purestep.tree import foreach
 from purestep.types import (
     Gather,
@@ -201,7 +202,7 @@ def make_update_step(
         return new_params, new_opt_state, metrics
 
     update_step.__qualname__ = "update_step"  # as errors name it
-    return update_step
+    return update_step if gather == "step" else again_if_gathers_vary(update_step)
 
 
 def _check_choices(**choices: str) -> Mapping[str, str]:

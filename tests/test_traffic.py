@@ -103,7 +103,7 @@ def test_traffic_of_a_step(
     processes: Run, bucket_bytes: int, buckets: list[int], normalize: str
 ) -> None:
     """Sends two short messages and each gradient once, however many microbatches a rank has."""
-    message = 12 * 8
+    message = 13 * 8
     normalizes = [normalize] * 4
     without_aux = [False] * 4
     for counts in ([1] * 4, [16] * 4, [4, 0, 16, 1]):
@@ -343,7 +343,8 @@ def launched_by_then(axis: Any, meets: bool, gather: str) -> list[int]:
     }
     if gather:
         arguments["gather"] = gather
-    run_step(axis, arguments)
+    # In the first update, ranks meet before each gather.
+    run_step(axis, arguments, times=2)
     return launched
 
 

@@ -5,7 +5,7 @@ T12 compares their numbers with those of full params, and tests/model_families.p
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +14,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from purestep import tree
 from purestep.testing import ThreadAxis
-from purestep.testing.processes import World
 from support.strategies import assert_same
-from support.worlds import Ranks, on_processes
 from tests.memory import LiveBytes
 
 pytestmark = pytest.mark.timeout(60)
@@ -217,8 +214,12 @@ def test_a_unit_that_passes_its_input_on(way: str) -> None:
 
     def program(rows: Tensor) -> Any:
         shards = ps.shard(params, axis)
+        state = OPTIMIZER.init(shards)
+        step(
+            shards, state, [rows]
+        )  # A first step asks before each gather who takes part.
         before = axis.num_collectives
-        new_params, _, _ = step(shards, OPTIMIZER.init(shards), [rows])
+        new_params, _, _ = step(shards, state, [rows])
         num_collectives = axis.num_collectives - before
         return ps.unshard(new_params), num_collectives
 
@@ -432,16 +433,9 @@ class Ordered(Model):
         return run_other_order(self, x, is_other)
 
 
-def test_another_order_of_units() -> None:
-    """Says on all ranks which unit differs first, and updates nothing; the next step is right."""
-    axis = ThreadAxis(3)
+def make_ordered_step(axis: ps.Axis) -> tuple[Any, Any]:
+    """Makes params, and a step whose microbatches say in which order the blocks run."""
     params, apply = ps.from_module(Ordered(), units=Block)
-    rows = make_rows(8)
-    parts = [rows[:2], rows[2:4], rows[4:]]
-    message = (
-        r"disagree on the order in which units gather .*"
-        r"ranks 0, 2 with 1\. blocks\.0, .* against rank 1 with 1\. blocks\.2"
-    )
 
     def loss_fn(params: Any, microbatch: Any) -> Any:
         return apply(params, microbatch["x"], is_other=bool(microbatch["other"]))
@@ -453,14 +447,39 @@ def test_another_order_of_units() -> None:
         axis=axis,
         gather="loss",
     )
+    return params, step
+
+
+FIRST_DIFFERENCE = (
+    r"disagree on what their losses gather .*"
+    r"ranks 0, 2 with 1\. all_gather for blocks\.0 .* against "
+    r"rank 1 with 1\. all_gather for blocks\.2 "
+)
+LATER_DIFFERENCE = (
+    r"runs all_gather for blocks\.2 .* where it ran all_gather for blocks\.0 "
+)
+OTHER_ORDERS = {0: FIRST_DIFFERENCE, 1: LATER_DIFFERENCE}
+"""What ranks are told, by the number of earlier updates."""
+
+
+@pytest.mark.parametrize("num_earlier", OTHER_ORDERS)
+def test_another_order_of_units(num_earlier: int) -> None:
+    """Says on all ranks which unit differs first, and updates nothing; the next step is right."""
+    axis = ThreadAxis(3)
+    params, step = make_ordered_step(axis)
+    rows = make_rows(8)
+    parts = [rows[:2], rows[2:4], rows[4:]]
 
     def program(rank: int) -> Any:
         shards = ps.shard(params, axis)
         state = OPTIMIZER.init(shards)
         other = torch.tensor(rank == 1)
-        with pytest.raises(ValueError, match=message):
-            step(shards, state, [{"x": parts[rank], "other": other}])
         right = {"x": parts[rank], "other": torch.tensor(False)}
+        for _ in range(num_earlier):
+            step(shards, state, [right])
+        errors = (ValueError, ps.RankError)
+        with pytest.raises(errors, match=OTHER_ORDERS[num_earlier]):
+            step(shards, state, [{"x": parts[rank], "other": other}])
         return ps.unshard(step(shards, state, [right])[0])
 
     expected, _, _ = step_on_one_rank(Ordered(), rows)
@@ -468,157 +487,36 @@ def test_another_order_of_units() -> None:
         assert_same(new_params, expected)
 
 
-class FailsBackward(torch.autograd.Function):
-    """The identity, whose backward pass raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("rank 1 fails")
-
-
-def fail(x: Tensor) -> Tensor:
-    raise ArithmeticError("rank 1 fails")
-
-
-FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "forward": fail,
-    "backward": FailsBackward.apply,
-    "nothing reaches the params": Tensor.detach,
+ORDERS = {
+    "in the second update": [[False], [True], [False]],
+    "in each update": [[False], [True], [False], [True], [True]],
+    "between microbatches": [[False, True], [False, True], [False, False], [True]],
 }
+"""Whether blocks run in the other order, by update and microbatch."""
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_rank_that_fails_inside_of_a_unit(fault: str, way: str) -> None:
-    """Raises on every rank without a hang, and updates nothing."""
-    axis = ThreadAxis(3)
-    model = Model()
-    params, right = ps.from_module(model, units=is_block, **WAYS[way])
-    block: Any = model.blocks[1]
-    block.then = FAULTS[fault]
-    _, faulty = ps.from_module(model, units=is_block, **WAYS[way])
-    rows = make_rows(8)
-    parts = [rows[:2], rows[2:4], rows[4:]]
+@pytest.mark.parametrize("name", ORDERS)
+def test_orders_of_units_may_vary(name: str) -> None:
+    """Runs any order, as long as all ranks do."""
+    axis = ThreadAxis(2)
+    rows = make_rows(8).chunk(2)
 
-    def program(rank: int) -> Any:
-        shards = ps.shard(params, axis)
-        state = OPTIMIZER.init(shards)
-        step = make_step(faulty if rank == 1 else right, axis)
-        errors: Any = (ps.RankError, ArithmeticError, ValueError)
-        with pytest.raises(errors) as caught:
-            step(shards, state, [parts[rank]])
-        assert "rank 1" in str(caught.value) or rank == 1
-        return shards
+    def program(axis: ps.Axis, parts: list[Tensor]) -> Any:
+        params, step = make_ordered_step(axis)
+        params, state = ps.shard((params, OPTIMIZER.init(params)), axis)
+        results = []
+        for others in ORDERS[name]:
+            group = []
+            for part in parts:
+                for x, other in zip(part.chunk(len(others)), others, strict=True):
+                    group.append({"x": x, "other": torch.tensor(other)})
+            new_params, new_state, _ = step(params, state, group)
+            results.append(ps.unshard((new_params, new_state)))
+        return results
 
-    # After such an error, ranks no longer meet in the same collectives: these are new ranks.
-    after = ThreadAxis(3)
-    shards_after = axis.map(program)(range(3))
-    before = after.map(lambda rank: ps.shard(params, after))(range(3))
-    assert_same(
-        [tree.leaves(shards) for shards in shards_after],
-        [tree.leaves(shards) for shards in before],
-    )
-
-
-class FailsOnce(Model):
-    """Fails in its second block in calls that name a fault."""
-
-    def forward(self, x: Tensor, fault: str = "") -> Tensor:
-        block: Any = self.blocks[1]
-        block.then = FAULTS.get(fault, torch.relu)
-        return super().forward(x)
-
-
-class Gathering(NamedTuple):
-    """How a step gathers, and units of its module."""
-
-    gather: Any = "loss"
-    units: Any = is_block
-    remat: bool = False
-
-
-GATHERINGS = {
-    "units": Gathering(),
-    "units, remat": Gathering(remat=True),
-    "microbatch": Gathering("microbatch", units=None),
-}
-
-
-def fail_in_the_second_step(
-    axis: Any, name: str, fault: str, bad_microbatch: int
-) -> tuple[str, Any]:
-    """Lets rank 1 fail in the second update; returns each rank's error, and params of a third."""
-    gathering = GATHERINGS[name]
-    params, apply = ps.from_module(
-        FailsOnce(), units=gathering.units, remat=gathering.remat
-    )
-
-    def loss_fn(params: Any, microbatch: Any) -> Any:
-        return apply(params, microbatch["x"], fault=microbatch["fault"])
-
-    step = ps.make_update_step(
-        loss_fn,
-        OPTIMIZER,
-        weight_fn=lambda microbatch: weigh_rows(microbatch["x"]),
-        axis=axis,
-        gather=gathering.gather,
-    )
-    rows = make_rows(8).split([2, 2, 4])[axis.rank]
-    right = [{"x": part, "fault": ""} for part in rows.chunk(2)]
-    wrong = [*right]
-    if axis.rank == 1:
-        wrong[bad_microbatch] = {**right[bad_microbatch], "fault": fault}
-    state = ps.shard(params, axis), OPTIMIZER.init(ps.shard(params, axis))
-    first, opt_state, _ = step(*state, right)
-    message = ""
-    try:
-        step(first, opt_state, wrong)
-    except (ps.RankError, ArithmeticError, ValueError) as error:
-        message = str(error)
-    new_params, _, _ = step(*state, right)
-    return message, ps.unshard(new_params)
-
-
-FAULTS_OF = {
-    "units": [*FAULTS],
-    "units, remat": [*FAULTS],
-    "microbatch": ["forward", "backward"],  # Here later blocks have gradients.
-}
-
-
-@pytest.mark.parametrize("bad_microbatch", [0, 1])
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [(name, fault) for name in GATHERINGS for fault in FAULTS_OF[name]],
-)
-def test_after_a_rank_that_fails_the_next_step_is_right(
-    name: str, fault: str, bad_microbatch: int
-) -> None:
-    """Names the rank on all others, and meets them again: from the second update on."""
-    axis = ThreadAxis(3)
-    args = axis, name, fault, bad_microbatch
-    check_failures(axis.map(lambda _: fail_in_the_second_step(*args))(range(3)))
-
-
-def check_failures(results: list[tuple[str, Any]]) -> None:
-    expected, _, _ = step_on_one_rank(FailsOnce(), make_rows(8))
-    for rank, (message, new_params) in enumerate(results):
-        assert message
-        assert rank == 1 or "rank 1" in message
-        assert_same(new_params, expected)
-
-
-@pytest.mark.parametrize("name", GATHERINGS)
-def test_after_a_process_that_fails_the_next_step_is_right(
-    name: str, world: World
-) -> None:
-    args = [name] * 3, ["backward"] * 3, [0] * 3
-    results = on_processes(world, Ranks(3), fail_in_the_second_step, *args)
-    check_failures(results)
+    expected = program(ps.LocalAxis(), [*rows])
+    for results in axis.map(lambda part: program(axis, [part]))(rows):
+        assert_same(results, expected)
 
 
 def test_a_nan_on_one_rank_is_skipped_on_all() -> None:

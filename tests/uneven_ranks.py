@@ -90,8 +90,8 @@ def make_arguments(rank: int) -> Arguments:
     }
 
 
-def run_step(axis: ps.Axis, arguments: Arguments) -> Any:
-    """Runs one step with these arguments; with ``gather``, of a sharded state."""
+def run_step(axis: ps.Axis, arguments: Arguments, *, times: int = 1) -> Any:
+    """Runs one step with these arguments, some times; with ``gather``, of a sharded state."""
     settings = dict(arguments)
     theta = settings.pop("params")
     opt_state = settings.pop("opt_state")
@@ -99,7 +99,8 @@ def run_step(axis: ps.Axis, arguments: Arguments) -> Any:
     if "gather" in settings:
         theta, opt_state = ps.shard((theta, opt_state), axis)
     update_step = ps.make_update_step(**settings, axis=axis)
-    new_params, new_state, metrics = update_step(theta, opt_state, group)
+    for _ in range(times):
+        new_params, new_state, metrics = update_step(theta, opt_state, group)
     new_params, new_state = ps.unshard((new_params, new_state))
     return new_params, new_state, metrics
 

@@ -21,18 +21,18 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class Launch(NamedTuple):
-    """Describes a collective that a rank has launched."""
+    """Describes a collective that a rank has launched, for the params of this unit."""
 
+    unit: str
     axis: ProcessAxis
     op: str
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
-    def run_with_zeros(self) -> None:
-        """Runs the same collective on zeros, for the ranks that wait for it."""
-        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        self.axis.launch(zeros, self.op)()
+    def __str__(self) -> str:
+        unit = f" for {self.unit}" if self.unit else ""
+        return f"{self.op}{unit} of {self.dtype} of shape {tuple(self.shape)}"
 
 
 class GatherLog(NamedTuple):
@@ -41,6 +41,8 @@ class GatherLog(NamedTuple):
     names: list[str]
     """The units whose params were gathered."""
     launches: list[Launch]
+    listeners: list[Callable[[Launch], None]]
+    """Called with each launch before it runs."""
 
 
 class ProcessAxis(ABC):
@@ -99,7 +101,11 @@ class ProcessAxis(ABC):
         """Notes that this rank is about to launch a gather or scatter, and of what."""
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
-            log.launches.append(Launch(self, op, x.shape, x.dtype, x.device))
+            unit = "".join(log.names[-1:])
+            launch = Launch(unit, self, op, x.shape, x.dtype, x.device)
+            log.launches.append(launch)
+            for listener in log.listeners:
+                listener(launch)
 
     def stop_gather_log(self) -> None:
         """Stops to note."""

@@ -43,6 +43,8 @@ class Status(NamedTuple):
     group_len: float = 0
     """How many microbatches a rank holds, with or without tokens."""
     group_len_squared: float = 0
+    num_knowing_gathers: float = 0
+    """How many ranks know, from an earlier update, what a microbatch gathers."""
     num_float_weights: float = 0
     num_float64_losses: float = 0
     fingerprint: float = 0
@@ -59,12 +61,11 @@ def encode_status(
     fingerprint: int = 0,
     counts: TokenCounts = NO_COUNTS,
     loss: Tensor = ZERO,
-    failed: bool = False,
+    knows_gathers: bool = False,
 ) -> Tensor:
     """Packs what this rank sends into a vector of float64, on the axis's device."""
     is_float64 = group_len > 0 and loss.dtype == torch.float64
-    # The square of the sum of all ranks' fingerprints has to be exact.
-    fingerprint %= 2 ** ((53 - axis.size.bit_length()) // 2)
+    fingerprint %= max_fingerprint(axis)
     scalars = {
         "num_tokens": counts.num_tokens,
         "num_microbatches": counts.num_microbatches,
@@ -72,11 +73,10 @@ def encode_status(
     }
     on_host = {name: x.item() for name, x in scalars.items() if x.is_cpu}
     status = Status(
-        num_failed=failed,
-        failed_rank=axis.rank if failed else 0,
         num_holding=group_len > 0,
         group_len=group_len,
         group_len_squared=group_len**2,
+        num_knowing_gathers=knows_gathers,
         num_float_weights=counts.num_tokens.is_floating_point(),
         num_float64_losses=is_float64,
         fingerprint=fingerprint,
@@ -89,6 +89,19 @@ def encode_status(
         if name not in on_host:  # The host does not wait for what a device computes.
             message[Status._fields.index(name)] = scalar.detach()
     return message
+
+
+def encode_failure(axis: ProcessAxis) -> Tensor:
+    """Packs that this rank has failed, as ``encode_status`` does."""
+    status = Status(num_failed=1, failed_rank=axis.rank)
+    message = torch.tensor(status, dtype=torch.float64, device="cpu")
+    return tree.to_device(message, axis.device)
+
+
+def max_fingerprint(axis: ProcessAxis) -> int:
+    """Returns the bound below which the square of the sum over all ranks is exact."""
+    bound: int = 2 ** ((53 - axis.size.bit_length()) // 2)
+    return bound
 
 
 def counts_from(message: Tensor, has_float_weights: bool) -> TokenCounts:

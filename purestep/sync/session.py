@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from traceback import format_exception_only
-from typing import Any, Literal, Protocol, Self, TypeAlias, cast
+from typing import Any, Literal, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -23,13 +23,20 @@ from torch import Tensor
 from purestep import tree
 from purestep.axis.base import Axis, RankError
 from purestep.axis.local import LocalAxis
-from purestep.axis.process import GatherLog, Launch, ProcessAxis
+from purestep.axis.process import ProcessAxis
 from purestep.counts import check_count
 from purestep.sharding.buckets import GradBuckets
 from purestep.sharding.gather import params_for_loss
 from purestep.sharding.layout import collective_on_shard, reduce_axes, shards_over
 from purestep.sync import handshake
 from purestep.sync.handshake import Status, TreeFingerprint
+from purestep.sync.leaving import (
+    GathersVaryError,
+    KnownLaunches,
+    LossGathers,
+    OtherGatherError,
+    RankLeftError,
+)
 from purestep.tree.shard import ShardSpecs
 from purestep.types import Gather, GradHook, GradSums, Params, TokenCounts, Tree
 
@@ -40,9 +47,10 @@ EARLY_BUCKETS = (
     "the buckets that have left before a collective inside the loss "
     "(add 0 * w.sum() to it)"
 )
-UNIT_ORDER = "the order in which units gather params (choose units that all ranks run in one order)"
-KnownLaunches: TypeAlias = dict[tuple[int, int], list[Launch]]
-"""The gathers and scatters of one microbatch, by rank and by the fingerprint of params."""
+GATHER_ORDER = (
+    "what their losses gather "
+    "(run the same units, or ps.unshard, in one order on all ranks)"
+)
 FAILED = -1
 """Sent in the place of a fingerprint, which is not negative."""
 
@@ -248,23 +256,24 @@ class MultiProgramSession:
         self._buckets = GradBuckets(axis, {}, ())
         self._first: handshake.PendingStatus | None = None
         self._group_len = 0
-        self._max_len = 0
-        self._gathers_in_backward = False
-        self._log = GatherLog([], [])
-        self._known_launches: KnownLaunches = {}
-        if known_launches is not None:
-            self._known_launches = known_launches
-        self._params_hash = 0
-        self._gather_axes: set[ProcessAxis] = set()
+        self._known_launches = {} if known_launches is None else known_launches
+        self._gathers = LossGathers((), self._known_launches, (self.rank, 0))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> None:
-        self._stop_gather_logs()
-        if error is not None and self._awaited is not None:
-            with suppress(BaseException):  # The first error is the one that is raised.
-                self._send_failure(error)
+        self._gathers.stop()
+        if error is None or self._awaited is None:
+            return
+        if isinstance(error, RankLeftError):
+            self._raise_why_ranks_left()
+        texts: list[str] = []
+        with suppress(BaseException):  # The first error is the one that is raised.
+            texts = self._send_failure(error)
+        if texts and all(OtherGatherError.__name__ in text for text in texts):
+            self._gathers.forget()
+            raise GathersVaryError from error
 
     def all_reduce_counts(
         self,
@@ -286,18 +295,18 @@ class MultiProgramSession:
         fingerprints = self._fingerprint(params, opt_state, num_microbatches)
         fingerprint = handshake.hash64(*(f.hash for f in fingerprints.values()))
         shards = shards_over(fingerprints["params"].shard_specs, axis)
-        self._gathers_in_backward = self._gather != "step" and bool(shards)
-        if self._gathers_in_backward:
-            self._params_hash = fingerprints["params"].hash
-            self._gather_axes = {shard_spec.axis for shard_spec in shards.values()}
-            for shard_axis in self._gather_axes:
-                shard_axis.start_gather_log(self._log)
+        if self._gather != "step":
+            # Not a set, whose order may differ between ranks.
+            axes = dict.fromkeys(shard_spec.axis for shard_spec in shards.values())
+            key = self.rank, fingerprints["params"].hash
+            self._gathers = LossGathers(axes, self._known_launches, key)
         self._group_len = num_microbatches
         message = handshake.encode_status(
             axis,
             group_len=self._group_len,
             fingerprint=fingerprint,
             counts=counts,
+            knows_gathers=self._gathers.are_known,
         )
         self._all_reduce_message(message)
         self._first = handshake.PendingStatus(axis, message, fingerprints, fingerprint)
@@ -348,9 +357,13 @@ class MultiProgramSession:
         return self._buckets.ready
 
     def max_microbatches(self, num_microbatches: int) -> int:
-        """Returns the largest number of microbatches of any rank, which it remembers."""
-        self._max_len = self._find_max_len(num_microbatches)
-        return self._max_len
+        """Returns the largest number of microbatches of any rank."""
+        max_len = self._find_max_len(num_microbatches)
+        if self._axis.on_host:
+            assert self._first is not None
+            num_knowing = self._first.read().num_knowing_gathers
+            self._gathers.guard(max_len, all_know=num_knowing == self._axis.size)
+        return max_len
 
     def _find_max_len(self, num_microbatches: int) -> int:
         """Returns the largest number of microbatches of any rank.
@@ -389,8 +402,8 @@ class MultiProgramSession:
         num_early = self._buckets.num_early
         aux = handshake.fingerprint("LossOutput.aux", sums.aux)
         early = handshake.fingerprint(EARLY_BUCKETS, str(num_early))
-        self._stop_gather_logs()
-        order = handshake.fingerprint_order(UNIT_ORDER, self._log.names)
+        self._gathers.end()
+        order = handshake.fingerprint_order(GATHER_ORDER, self._gathers.log.names)
         aux_hash = 0 if tree.is_empty(sums.aux) else aux.hash
         message = handshake.encode_status(
             self._axis,
@@ -401,7 +414,7 @@ class MultiProgramSession:
         )
         self._all_reduce_message(message)
         status = self._check_second(message, [aux, early, order])
-        self._note_launches()
+        self._gathers.remember()
 
         has_float_weights = sums.counts.num_tokens.is_floating_point()
         has_float_weights = has_float_weights or not self._group_len
@@ -465,30 +478,16 @@ class MultiProgramSession:
             totals.append(tree.match_strides(leaf, total))
         return tree.unflatten(spec, totals)
 
-    def _stop_gather_logs(self) -> None:
-        for axis in self._gather_axes:
-            axis.stop_gather_log()
-
-    def _note_launches(self) -> None:
-        """Notes what one microbatch gathers and scatters: of all, each does the same."""
-        if self._max_len:
-            launches_each = len(self._log.launches) // self._max_len
-            launches = self._log.launches[:launches_each]
-            self._known_launches[self.rank, self._params_hash] = launches
-
-    def _run_missing_launches(self) -> bool:
-        """Runs what the other ranks still gather and scatter in this update, with zeros.
-
-        Returns whether that is known, as it is after the first update.
-        """
-        launches = self._known_launches.get((self.rank, self._params_hash))
-        if launches is None or not self._max_len:
-            return False
-        expected = launches * self._max_len
-        num_launched = len(self._log.launches)
-        for launch in expected[num_launched:]:
-            launch.run_with_zeros()
-        return True
+    def _raise_why_ranks_left(self) -> None:
+        """Raises what the ranks that left their losses say, or in what the gathers differ."""
+        self._gathers.leave()
+        lines = [f"{launch}" for launch in self._gathers.log.launches]
+        order = handshake.fingerprint_order(GATHER_ORDER, lines)
+        message = handshake.encode_status(
+            self._axis, group_len=self._group_len, fingerprint=order.hash
+        )
+        self._all_reduce_message(message)
+        self._check_second(message, [order])
 
     def _await_grads(self) -> None:
         """Marks that other ranks wait for the second message now, and begins the buckets."""
@@ -506,24 +505,27 @@ class MultiProgramSession:
         self._buckets.wait()
         wait()
 
-    def _send_failure(self, error: BaseException) -> None:
-        """Sends what the other ranks wait for, and that this one has failed."""
+    def _send_failure(self, error: BaseException) -> list[str]:
+        """Sends what the other ranks wait for, and that this one has failed.
+
+        Returns the errors of all ranks, if they can be exchanged.
+        """
         axis = self._axis
         awaits_counts = self._awaited == "counts"
         if not awaits_counts and not axis.on_host:
-            return  # The others read nothing until its process ends.
-        if not awaits_counts and self._gathers_in_backward:
-            # After an error of the backend, no other rank is left to meet.
-            is_lost = isinstance(error, RankError)
-            if is_lost or not self._run_missing_launches():
-                return  # The others wait for its loss until its process ends.
-        self._all_reduce_message(handshake.encode_status(axis, failed=True))
+            return []  # The others read nothing until its process ends.
+        if not awaits_counts and self._gathers.axes:
+            if isinstance(error, RankError):
+                return []  # After an error of the backend, no other rank is left to meet.
+            self._gathers.leave()
+        self._all_reduce_message(handshake.encode_failure(axis))
         if axis.on_host:
             text = format_exception_only(error)[0].strip()  # without its notes
-            axis.gather_object(text)
-        elif awaits_counts and self._gather == "microbatch" and axis.has_host_backend:
+            return [f"{answer}" for answer in axis.gather_object(text)]
+        if awaits_counts and self._gather == "microbatch" and axis.has_host_backend:
             # The others are at ``max_microbatches`` next.
             axis.process_group.run("all_gather", torch.tensor([0, FAILED]))
+        return []
 
 
 def _check_backward_threads(axis: ProcessAxis, params: Params) -> None:
