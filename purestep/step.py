@@ -179,9 +179,12 @@ def make_update_step(
             with profiler_range("purestep.reduce"):
                 sums = session.all_reduce_grads(sums, params)
 
-        is_checked = is_first and compare_replicas(
-            seen.comparisons, session.rank, params, axis, sums
-        )
+        is_checked = is_first
+        # Not in the first update alone, which threads of one rank may begin at different times.
+        if is_first or seen.comparisons:
+            is_checked &= compare_replicas(
+                seen.comparisons, session.rank, params, axis, sums
+            )
         if normalize == "grads":
             total = sums.counts
             sums = normalize_sums(sums)

@@ -5,6 +5,7 @@ of other people, and how much memory is alive.
 """
 
 import gc
+import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -353,3 +354,36 @@ def test_nothing_waits_for_the_garbage_collector(gather: Gather) -> None:
         assert axis.map(count_alive)(range(2)) == [0, 0]
     finally:
         gc.enable()
+
+
+def test_each_row_of_threads_compares_its_ranks() -> None:
+    """Finds ranks of the second row that differ, although all threads share what the step has seen."""
+    axis = ThreadAxis(4)
+    _, columns = axis.split(2, 2)
+    row_0_is_done = threading.Event()
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        scale = 1 + (axis.rank == 3)
+        losses = x.square().sum(-1) * ps.unshard(params["w"]).sum() * params["b"]
+        return losses * scale
+
+    optimizer = ps.optim.sgd(0.5)
+    step = ps.make_update_step(
+        loss_fn,
+        optimizer,
+        weight_fn=lambda x: torch.ones(len(x), dtype=torch.int64),
+    )
+
+    def program(rank: int) -> None:
+        w = ps.shard(torch.ones(2).double(), columns)
+        params = {"b": torch.tensor(2.0).double(), "w": w}
+        arguments = params, optimizer.init(params), [make_rows(2)]
+        if rank < 2:
+            step(*arguments)
+            row_0_is_done.set()
+            return
+        row_0_is_done.wait(timeout=30)
+        with pytest.raises(ValueError, match="have summed different losses"):
+            step(*arguments)
+
+    axis.map(program)(range(4))

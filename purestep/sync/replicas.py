@@ -46,11 +46,9 @@ def compare_replicas(
     if not shard_specs:
         return True
     axes = {axis for shard in shard_specs if shard for axis in shard.axes}
-    # Threads of one step may all be rank 0 of its axis.
-    others = sorted(
-        str(axis) + str(axis.rank) for axis in axes if axis.is_multi_program
-    )
-    specs = comparisons.setdefault((rank, *others), [])
+    # Threads of one step may all be rank 0 of its axis, and share the others' names.
+    places = [(axis.rank, axis.global_ranks) for axis in axes if axis.is_multi_program]
+    specs = comparisons.setdefault((rank, frozenset(places)), [])
     num_compared = 0
     with suppress(Exception):  # A node class of the user's may not compare.
         num_compared = sum(spec == other for other in specs)
