@@ -179,12 +179,10 @@ def make_update_step(
             with profiler_range("purestep.reduce"):
                 sums = session.all_reduce_grads(sums, params)
 
-        is_checked = is_first
         # Not in the first update alone, which threads of one rank may begin at different times.
-        if is_first or seen.comparisons:
-            is_checked &= compare_replicas(
-                seen.comparisons, session.rank, params, axis, sums
-            )
+        is_settled = bool(is_first or seen.comparisons) and compare_replicas(
+            seen.comparisons, session.rank, params, axis, sums
+        )
         if normalize == "grads":
             total = sums.counts
             sums = normalize_sums(sums)
@@ -200,7 +198,8 @@ def make_update_step(
         if axis.is_multi_program:
             validation.check_no_graph(new_params, axis)
         # A loss is checked where it runs, and wholly only where nothing is recorded.
-        if is_checked and len(microbatches) and tree.is_plain_eager(params, opt_state):
+        is_checked = is_first and is_settled and len(microbatches)
+        if is_checked and tree.is_plain_eager(params, opt_state):
             _mark_as_seen(seen.checked, session.rank, params)
         return new_params, new_opt_state, metrics
 

@@ -267,7 +267,7 @@ def test_a_skipped_collective_or_step_is_an_error() -> None:
     axis = ThreadAxis(3)
     calls: dict[str, Callable[[], Any]] = {
         "psum of torch.float32 (2,)": lambda: ps.psum(X, axis),
-        "psum of torch.float64 (12,)": lambda: run_step(axis, make_arguments(0)),
+        "psum of torch.float64 (13,)": lambda: run_step(axis, make_arguments(0)),
     }
     for name, call in calls.items():
         errors = errors_of(axis, call, lambda: None, call)

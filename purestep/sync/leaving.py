@@ -184,9 +184,9 @@ class LossGathers:
 
     def remember(self) -> None:
         """Remembers what each microbatch has launched, unless they differ."""
-        if self._guard is None or self._known.get(self._key) == []:
-            return
         launches = self.log.launches
+        if self._guard is None or not launches or self._known.get(self._key) == []:
+            return
         num_launches = len(launches) // self._num_microbatches
         first = launches[:num_launches]
         if first * self._num_microbatches == launches:
