@@ -68,14 +68,14 @@ class PurestepRank(with_purestep.Rank):
 test_purestep_on_processes = ps.testing.law_tests(
     lambda: ps.testing.Processes(PurestepRank, ABILITIES),
     ["T2", "T3", "T7", "T14", "T15"],
-    cases=6,
+    cases=4,
 )
-test_purestep = ps.testing.law_tests(Purestep, cases=20)
+test_purestep = ps.testing.law_tests(Purestep, cases=14)
 test_plain_loop = ps.testing.law_tests(
     PlainLoop,
     # The loop has no settings, of which T17 is.
     [name for name in LAWS if name != "T17"],
-    cases=20,
+    cases=14,
 )
 
 
@@ -111,7 +111,7 @@ def test_every_mistake_is_planted_once() -> None:
 @pytest.mark.parametrize("name", kit.RIGHT)
 def test_no_false_alarm(name: str) -> None:
     """Right loops of other kinds are accepted."""
-    ps.testing.check(kit.RIGHT[name](), cases=6)
+    ps.testing.check(kit.RIGHT[name](), cases=5)
 
 
 def test_catalogue_is_complete() -> None:

@@ -10,6 +10,7 @@ RuntimeError: torch ... has no torch._no_such_name, which purestep needs for thi
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FunctionType
@@ -338,6 +339,11 @@ def watch_operations(look: Callable[[Any, Any, Any], None]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # True would import the compiler at the first operation, which takes a second.
+            return "torch._dynamo" in sys.modules
+
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:

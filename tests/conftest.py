@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import support.strategies  # noqa: F401
-from purestep.testing.processes import World
+from purestep.testing.processes import IMPORTED, World
 from support.ranks import Run
 from support.worlds import NUM_PROCESSES, Ranks, on_processes, on_threads
 
@@ -37,7 +37,9 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """Starts four ranks, which stay up for all tests of a file."""
-    with World(NUM_PROCESSES) as running:
+    # The models of transformers take seconds to import.
+    imported = [*IMPORTED, "tests.model_families"]
+    with World(NUM_PROCESSES, imported=imported) as running:
         yield running
 
 

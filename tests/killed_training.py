@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import purestep as ps
 from tests.checkpoint_states import assert_same_bits
 
-STEPS = 100
+STEPS = 60
 """Updates of the whole training."""
-LIVES = 12
+LIVES = 8
 """Runs that are killed."""
 PATIENCE = 60.0
 """Seconds to wait for a save."""

@@ -470,8 +470,8 @@ def test_killed_again_and_again_it_ends_in_the_same_bits(tmp_path: Path) -> None
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert run.returncode == 0, run.stderr
-    report = r"killed 12 times, (\d+) of them in the middle .* same bits\n"
+    report = r"killed 8 times, (\d+) of them in the middle .* same bits\n"
     match = re.fullmatch(report, run.stdout)
     assert match
     killed_in_the_middle = int(match[1])
-    assert killed_in_the_middle >= 4, "half were to be"
+    assert killed_in_the_middle >= 3, "half were to be"

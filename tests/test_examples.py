@@ -20,7 +20,7 @@ import purestep as ps
 from purestep.examples import docstrings, huggingface
 
 ROOT = Path(__file__).parent.parent
-FEW_STEPS = ["--steps", "24", "--examples", "4"]
+FEW_STEPS = ["--steps", "12", "--examples", "4"]
 DOCSTRINGS = ["--docstrings-of", str(Path(email.__file__).parent)]
 OPTIONS = [*FEW_STEPS, *DOCSTRINGS]
 TRAINING = ["-m", "purestep.examples.docstrings", *OPTIONS]
@@ -155,7 +155,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_rank_0_alone_speaks_and_nothing_complains(undisturbed: Run) -> None:
     for words in (
         "docstrings of",
-        "from step 0 to 24 over 2 ranks\n",
+        "from step 0 to 12 over 2 ranks\n",
         "loss ",
         "sha256",
     ):
@@ -177,7 +177,7 @@ def test_a_killed_run_ends_in_the_same_bits(undisturbed: Run, tmp_path: Path) ->
         assert run.process.wait(timeout=PATIENCE) == 0, run.stderr
 
     first_start, second_start = run.matches(r"from step (\d+) .*")
-    assert 0 == int(first_start) < int(second_start) < 24
+    assert 0 == int(first_start) < int(second_start) < 12
     digest = "parameters sha256 ([0-9a-f]{12})"
     assert {*run.matches(digest)} == {*undisturbed.matches(digest)} != set()
 
@@ -219,8 +219,8 @@ def test_an_interrupted_run_goes_on_over_other_ranks(
 
     alone = {**world(ranks=1), "RANK": "0"}
     run = ended(tmp_path / "2", *resumable, "--max-tokens", "300", **alone)
-    (step,) = run.matches(r"from step (\d+) to 24 over 1 ranks?")
-    assert 0 < int(step) < 24
+    (step,) = run.matches(r"from step (\d+) to 12 over 1 ranks?")
+    assert 0 < int(step) < 12
     loss = r"loss \S+ -> (\S+)"
     assert run.matches(loss)[-1] == undisturbed.matches(loss)[-1]
     megabytes = r".*keeps (\S+) MiB.*"
@@ -242,7 +242,7 @@ def test_an_interrupted_comparison_says_so_and_leaves_nothing(tmp_path: Path) ->
 
 def test_ranks_refuse_together_before_they_begin(tmp_path: Path) -> None:
     checkpoint = tmp_path / "state"
-    training = [*TRAINING, "--checkpoint", str(checkpoint), "--steps", "25"]
+    training = [*TRAINING, "--checkpoint", str(checkpoint), "--steps", "13"]
     options = docstrings.parse_options(OPTIONS)
     optimizer, params = docstrings.make_optimizer_and_params(options, torch.Generator())
     state = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
@@ -254,7 +254,7 @@ def test_ranks_refuse_together_before_they_begin(tmp_path: Path) -> None:
         assert first.process.wait(timeout=PATIENCE) == 1
         assert second.process.wait(timeout=PATIENCE) == 1
     (line,) = first.complaints
-    assert "state is of a run with steps=24, but this one has steps=25: " in line
+    assert "state is of a run with steps=12, but this one has steps=13: " in line
     assert first.stdout == second.stdout == second.stderr == ""
 
 

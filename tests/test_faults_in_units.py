@@ -208,9 +208,15 @@ def check_results(fault: Fault, results: list[tuple[str, Any]]) -> None:
         assert_same(new_params, expected)
 
 
-CASES = {*itertools.product(GATHERINGS, FAULTS)}
-# The last block has gradients, and it is no unit.
-CASES -= {("microbatch", "nothing reaches the params")}
+CASES = {("units", fault) for fault in FAULTS}
+CASES |= {
+    *itertools.product(GATHERINGS, ["forward", "backward", "after the last microbatch"])
+}
+CASES |= {
+    *itertools.product(
+        ["units, remat", "units of a grid"], ["nothing reaches the params"]
+    )
+}
 
 
 def run_on_ranks(run: Run, gathering: str, fault: str, num_earlier: int) -> None:

@@ -50,6 +50,11 @@ new = set(sys.modules) - before[-1]
 assert {name.split(".")[0] for name in new} == {"purestep", "einops", "safetensors"}, new
 late = {"purestep.compiling.cpu", "purestep.axis.allow_in_graph"}
 assert not late & new, late & new
+params, apply = purestep.from_module(torch.nn.Linear(2, 2))
+optimizer = purestep.optim.adamw(0.1)
+step = purestep.make_update_step(lambda p, x: apply(p, x).square(), optimizer, weight_fn=torch.ones_like)
+step(params, optimizer.init(params), [torch.ones(3, 2)])
+assert "torch._dynamo" not in sys.modules, "an eager update imports the compiler"
 """
 
 

@@ -34,14 +34,21 @@ class World:
         size: how many ranks.
         timeout: the seconds that ``run`` may take.
         strict: whether a warning in a rank is an error.
+        imported: modules that all ranks have imported, at the cost of one. The first world decides.
     """
 
     def __init__(
-        self, size: int, timeout: float = 60.0, *, strict: bool = True
+        self,
+        size: int,
+        timeout: float = 60.0,
+        *,
+        strict: bool = True,
+        imported: Sequence[str] = IMPORTED,
     ) -> None:
         self.size = size
         self.timeout = timeout
         self.strict = strict
+        self.imported = imported
 
     def __enter__(self) -> World:
         self.start()
@@ -52,7 +59,7 @@ class World:
 
     def start(self) -> None:
         """Starts the processes."""
-        CONTEXT.set_forkserver_preload(IMPORTED)
+        CONTEXT.set_forkserver_preload([*self.imported])
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
