@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -95,31 +94,90 @@ NO_GRAPH = "cannot make one graph of"
         GivenUp(picking, ONE_GROUP, compiler=AOT, reason=NO_GRAPH),
         GivenUp(scaling, TEXTS, compiler=AOT, reason="recompile_limit"),
         GivenUp(penalised, ONE_GROUP, compiler=AOT, reason=NO_GRAPH),
-        GivenUp(checkpointed, ONE_GROUP, compiler=AOT, reason=NO_GRAPH),
     ],
     ids=lambda case: case.loss.__name__,
 )
 def test_where_the_compiler_gives_up(case: GivenUp) -> None:
     """One warning says why, and at which line; the step stays what it was."""
-    # torch 2.11 does make a graph of a checkpoint.
-    gives_up = case.loss is not checkpointed or torch.__version__ >= "2.12"
-    expectation: Any = nullcontext([])
-    if gives_up:
-        expectation = pytest.warns(UserWarning, match=case.reason)
-
+    expectation = pytest.warns(UserWarning, match=case.reason)
     with limit_recompilations(), expectation as warnings:
         compiled = make_step(ADAM, case.loss, compile=case.compiler)
         ours = run_steps(compiled, ADAM, case.groups)
 
     messages = [str(warning.message) for warning in warnings]
     ours_alone = [m for m in messages if m.startswith("compile=True")]
-    assert len(ours_alone) == (1 if gives_up else 0)
+    assert len(ours_alone) == 1
     theirs = run_steps(make_step(ADAM, case.loss), ADAM, case.groups)
     assert_same(ours, theirs)
     # What the compiler forbids when it fails is allowed again.
     w = torch.ones(2, requires_grad=True)
     checkpoint(torch.sin, w, use_reentrant=False).sum().backward()
     assert w.grad is not None
+
+
+# What torch compiles
+
+
+def branching_by_cond(params: Any, m: Any) -> Tensor:
+    """Chooses by the data, in one graph."""
+    losses: Tensor = loss_fn(params, m)
+    is_positive = losses.sum() > 0
+    return torch.cond(is_positive, torch.sin, torch.cos, (losses,))
+
+
+def unflattened(params: Any, m: Any) -> Tensor:
+    x = m["x"] @ params["w"]
+    return x.unflatten(-1, (1, -1)).sum((-2, -1)) * params["v"].sum() - m["y"]
+
+
+def curved(params: Any, m: Any) -> Tensor:
+    """Takes second derivatives, whose kernels take no sizes that vary."""
+
+    def energy(x: Tensor) -> Tensor:
+        return (x @ params["w"]).tanh().sum()
+
+    hessians: Tensor = torch.vmap(torch.func.hessian(energy))(m["x"].flatten(0, 1))
+    return hessians.square().sum((-2, -1)).view_as(m["y"]) * params["v"].sum()
+
+
+def dropped(params: Any, m: Any) -> Tensor:
+    """Drops nothing, by the function that drops."""
+    return functional.dropout(loss_fn(params, m), 0.0)
+
+
+SIZES = [[make_batch(size, 4)] for size in (2, 5, 3, 7)]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [branching_by_cond, unflattened, curved, dropped, checkpointed],
+    ids=lambda loss: loss.__name__,
+)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_torch_compiles_is_compiled(loss: Any, backend: str) -> None:
+    """At sizes that vary, without a warning, and without an eager call after the first update."""
+    num_eager_calls = 0
+
+    def counted(params: Any, m: Any) -> Tensor:
+        nonlocal num_eager_calls
+        if not torch.compiler.is_dynamo_compiling():
+            num_eager_calls += 1
+        losses: Tensor = loss(params, m)
+        return losses
+
+    compiler = partial(torch.compile, backend=backend)
+    ours = run_steps(make_step(ADAM, counted, compile=compiler), ADAM, SIZES)
+    assert num_eager_calls == 1
+    theirs = run_steps(make_step(ADAM, loss), ADAM, SIZES)
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("loss", [unflattened, dropped], ids=lambda loss: loss.__name__)
+def test_what_torch_compiles_is_compiled_in_a_whole_step(loss: Any) -> None:
+    compiled = ps.compile(make_step(ADAM, loss), fullgraph=True, backend="eager")
+    assert_close(
+        run_steps(compiled, ADAM, SIZES), run_steps(make_step(ADAM, loss), ADAM, SIZES)
+    )
 
 
 def test_errors_of_the_loss_come_through() -> None:
@@ -424,8 +482,8 @@ def test_gradients_that_share_memory_are_added_up_apart(loss_fn: Any) -> None:
     assert_same(group, before)
 
 
-def test_sparse_gradients_arrive_dense_with_a_warning() -> None:
-    """No graph holds an operation that makes such gradients."""
+def test_sparse_gradients_arrive_dense() -> None:
+    """No graph of gradients holds an operation that makes such gradients: autograd runs it."""
 
     def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
         rows = functional.embedding(x, p["table"], sparse=True)
@@ -442,8 +500,7 @@ def test_sparse_gradients_arrive_dense_with_a_warning() -> None:
     }
     group = [torch.tensor([1, 1]), torch.tensor([3, 0])]
 
-    with pytest.warns(UserWarning, match="make one graph of .*loss"):
-        ours = compiled(params, sgd.init(params), group)
+    ours = compiled(params, sgd.init(params), group)
     assert_same(ours, eager(params, sgd.init(params), group))
 
 

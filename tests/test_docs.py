@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -221,6 +222,34 @@ def test_the_training_program_runs_under_torchrun(
     assert len(losses) == 20
     # A wrong share of the data would be off by 1e-2.
     torch.testing.assert_close(losses, read_losses(two_ranks), rtol=1e-4, atol=0)
+
+
+def test_the_training_program_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Takes the same steps, without a warning, by a compiler that runs the graph as it is."""
+    program = CODE.findall((DOCS / "start" / "loop.md").read_text())[-1]
+    setting = "COMPILE = False"
+    assert setting in program
+    backend = (
+        'COMPILE = __import__("functools").partial(torch.compile, backend="eager")'
+    )
+    monkeypatch.delattr(builtins, "_", raising=False)  # a doctest's last value
+    for name in ("eager", "compiled"):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        # The compiler looks for globals in the module of this name.
+        module = ModuleType(f"program_{name}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(program, vars(module))
+        program = program.replace(setting, backend)
+    torch.testing.assert_close(
+        read_losses(tmp_path / "compiled"),
+        read_losses(tmp_path / "eager"),
+        rtol=1e-4,
+        atol=0,
+    )
 
 
 def read_losses(folder: Path) -> torch.Tensor:

@@ -8,7 +8,8 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -106,9 +107,12 @@ def compile_or_fall_back(
 
 
 def with_fallback(
-    graph: Callable[..., Any], plain: Callable[..., Any]
+    graph: Callable[..., Any], plain: Callable[..., Any], *, warns: bool = True
 ) -> Callable[..., Any]:
-    """Runs ``graph``, and ``plain`` from the call on that raises ``NoGraph``."""
+    """Runs ``graph``, and ``plain`` from the call on that raises ``NoGraph``.
+
+    Without ``warns`` it says nothing: ``plain`` is compiled in another way.
+    """
     broken = False
 
     def run(*args: Any) -> Any:
@@ -126,12 +130,11 @@ def with_fallback(
         result = plain(*args)
         cause = no_graph.__cause__
         # There is no cause where the compiler is switched off.
-        if cause is not None:
-            broken = True
+        broken = cause is not None
+        if cause is not None and warns:
             warnings.warn(
                 f"compile=True: torch.compile cannot make one graph of {no_graph}, so from now on "
-                "it runs eagerly. Change what stops it, or pass compile=False. "
-                + _explain(cause),
+                f"it runs eagerly. Change what stops it, or pass compile=False. {_explain(cause)}",
                 stacklevel=2,
             )
         return result
@@ -144,11 +147,15 @@ class NoGraph(Exception):  # noqa: N818
 
 
 def compile_one_graph(
-    function: Callable[..., Any], compile_: bool | Compiler
+    function: Callable[..., Any],
+    compile_: bool | Compiler,
+    *,
+    is_pure: bool = True,
 ) -> Callable[..., Any]:
-    """Compiles a function to one graph; raises ``NoGraph`` where there is none.
+    """Compiles a function to one graph; raises ``NoGraph`` where there is none, or it fails.
 
-    It raises before anything is computed. Call the graph where no transform is active.
+    An error may be the function's or the compiler's: the function alone tells, run eagerly. If the
+    function is pure, other settings are tried first. Call it where no transform is active.
 
     >>> from functools import partial
     >>> def branches(x):
@@ -166,30 +173,69 @@ def compile_one_graph(
             raise NoGraph(_name_of(function))
         return function(*args)
 
-    if isinstance(compile_, bool):
-        options = {"guard_filter_fn": drop_guards}
-        graph = compile(traced, fullgraph=True, options=options)
-    else:
-        graph = compile_(_with_own_cache(traced), fullgraph=True)
+    way = Way()
+    graph = _compile_fully(traced, compile_, way)
 
     def run(*args: Any) -> Any:
-        # A compiler that fails inside of torch.func leaves hooks disabled; this restores them.
-        try:
-            with disable_saved_tensors_hooks(_NO_HOOKS):
+        nonlocal graph, way
+        # It raises if the caller has hooks. A compiler that fails inside of torch.func leaves them
+        # disabled; this restores them.
+        with way.forbid_hooks(_NO_HOOKS):
+            try:
                 return graph(*args)
-        except Exception as error:
-            if not _is_compiler_error(error):
+            except (torch.OutOfMemoryError, NoGraph):
                 raise
+            except Exception as raised:
+                error = raised
+        other = _another_way(error, way) if is_pure else way
+        if other == way:
             raise NoGraph(_name_of(function)) from error
+        way = other
+        graph = _compile_fully(traced, compile_, way)
+        return run(*args)
 
     return run
 
 
-class FlattenLinearInputs(TorchFunctionMode):
-    """Passes the input of ``F.linear`` with a bias as rows: a context for traces.
+class Way(NamedTuple):
+    """How a function is compiled, and its graph called."""
 
-    Under ``torch.func.vjp`` the compiler fixes the sizes of an input of three and more dimensions:
-    there would be a graph for every number of rows, and for every length.
+    dynamic: bool | None = None
+    """Whether sizes may vary; None leaves that to the compiler."""
+    forbid_hooks: Callable[[str], AbstractContextManager[Any]] = (
+        disable_saved_tensors_hooks
+    )
+
+
+def _another_way(error: BaseException, way: Way) -> Way:
+    """Returns a way in which this error may not come again; else the same way."""
+    text = str(error)
+    # Of kernels that take no sizes that vary, as those of torch.func.hessian.
+    if "symbolic sizes/strides" in text:
+        return way._replace(dynamic=False)
+    # Of checkpoints in a graph that torch itself runs.
+    if _NO_HOOKS in text:
+        return way._replace(forbid_hooks=nullcontext)
+    return way
+
+
+def _compile_fully(
+    function: Callable[..., Any], compile_: bool | Compiler, way: Way
+) -> Callable[..., Any]:
+    """Compiles a function to one graph, by ``compile_``."""
+    settings: dict[str, Any] = {"fullgraph": True}
+    if way.dynamic is not None:
+        settings["dynamic"] = way.dynamic
+    if callable(compile_):
+        return compile_(_with_own_cache(function), **settings)
+    return compile(function, options={"guard_filter_fn": drop_guards}, **settings)
+
+
+class LetSizesVary(TorchFunctionMode):
+    """Replaces functions whose sizes the compiler fixes under ``torch.func.vjp``.
+
+    Those of a linear layer with a bias, unless its input has two dimensions, and of dropout: there
+    would be a graph for every number of rows, and for every length.
     """
 
     def __torch_function__(
@@ -203,6 +249,12 @@ class FlattenLinearInputs(TorchFunctionMode):
             kwargs = {}
         if func is functional.linear:
             return _linear_of_rows(*args, **kwargs)
+        if func is functional.dropout:
+            return _native_dropout(*args, **kwargs)
+        if (
+            func is Tensor.unflatten
+        ):  # It calls super(), which dynamo cannot trace here.
+            return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -213,6 +265,16 @@ def _linear_of_rows(
     rows = input if is_unchanged else input.flatten(0, -2)
     output: Tensor = functional.linear(rows, weight, bias)
     return output if is_unchanged else output.unflatten(0, input.shape[:-1])
+
+
+def _native_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Drops elements by an operation that takes sizes that vary, under ``torch.func.vjp`` too."""
+    if inplace or not training:
+        return functional.dropout(input, p, training, inplace)
+    output, _ = torch.native_dropout(input, p, True)
+    return output
 
 
 def _check_compile(compile_: object) -> None:
@@ -243,7 +305,7 @@ def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def _is_compiler_error(error: BaseException) -> bool:
+def is_compiler_error(error: BaseException) -> bool:
     """Returns whether the compiler raised an error; its errors have no public names."""
     modules = ("torch._dynamo.", "torch._inductor.")
     classes = type(error).__mro__

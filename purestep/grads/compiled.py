@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ from purestep.types import GradHook, LossFn, Tree
 def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
     """Differentiates the loss in one graph, which makes the sums, or adds to them in place.
 
-    Where the compiler makes no such graph, it is ``inplace_backward``, and a warning says why.
+    Not all that the compiler takes has a graph with its gradients: a checkpoint has none, nor
+    dropout at sizes that vary. Then the loss is compiled as torch compiles it, whose autograd has a
+    second graph for the backward pass, and ``inplace_backward`` adds the gradients. If there is no
+    such graph either, a warning says why, and the loss runs eagerly.
     """
 
     def sum_grads(
@@ -46,7 +50,9 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
             new_totals.append(total.add_(grad) if total.ndim else total + grad)
         return new_totals, result
 
-    run_graph = graph.compile_one_graph(functools.wraps(loss_fn)(sum_grads), compile_)
+    run_graph = graph.compile_one_graph(
+        functools.wraps(loss_fn)(sum_grads), compile_, is_pure=False
+    )
 
     def grad_fn(
         inputs: MicrobatchInputs,
@@ -58,7 +64,8 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
         if inputs.needs_checks and is_first:
             _check_eagerly(loss_fn, inputs)
         result: MicrobatchResult
-        totals, result = run_graph(
+        totals, result = _run_or_raise(
+            run_graph,
             params,
             None if is_first else accumulator.values,
             accumulator.dtypes,
@@ -74,7 +81,24 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
         accumulator.values[:] = totals
         return result
 
-    return graph.with_fallback(grad_fn, inplace_backward(loss_fn))
+    compiled_loss = graph.compile_or_fall_back(loss_fn, compile_)
+    return graph.with_fallback(grad_fn, inplace_backward(compiled_loss), warns=False)
+
+
+def _run_or_raise(
+    run_graph: Callable[..., Any], params: Tree, totals: Any, *args: Any
+) -> Any:
+    """Runs the graph. Its error is the user's if it may have added to sums, which another way has.
+
+    An error of the compiler's comes before anything is computed.
+    """
+    try:
+        return run_graph(params, totals, *args)
+    except graph.NoGraph as no_graph:
+        cause = no_graph.__cause__
+        if totals is None or cause is None or graph.is_compiler_error(cause):
+            raise
+        raise cause from None
 
 
 def _check_eagerly(loss_fn: LossFn, inputs: MicrobatchInputs) -> None:

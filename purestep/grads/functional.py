@@ -89,7 +89,7 @@ def microbatch_grads(
         nonlocal depends_on_params, aux_spec
         params = tree.unflatten(spec, tree.views_for_dynamo(leaves))
         is_traced = torch.compiler.is_dynamo_compiling()
-        with graph.FlattenLinearInputs() if is_traced else nullcontext():
+        with graph.LetSizesVary() if is_traced else nullcontext():
             weighted = forward_microbatch(
                 loss_fn, params, microbatch, weights, denominators
             )
