@@ -1,6 +1,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
+# Programs in processes import what others have compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test proofs mutants docs versions oldest pinned newest bench conformance format clean
 
