@@ -7,11 +7,12 @@ The sums run over all tokens of all microbatches on all ranks.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,8 +63,16 @@ _MISSING: Any = object()
 
 Normalize = Literal["loss", "grads"]
 OnNonfinite = Literal["propagate", "skip"]
-SeenSpecs: TypeAlias = dict[int, deque[tree.TreeSpec]]
-"""The containers of params whose checks are done, by rank, where ranks are threads."""
+
+
+class SeenSpecs(threading.local):
+    """Holds the containers of params whose checks are done, by rank.
+
+    Each thread has others: several of them may be rank 0 of a step, each in another group.
+    """
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, deque[tree.TreeSpec]] = {}
 
 
 class SeenParams(NamedTuple):
@@ -133,7 +142,9 @@ def make_update_step(
         "weight_fn": "given" if weight_fn else "None",
         "accum_dtype": str(accum_dtype),
     }
-    seen = SeenParams({}, {}, {})
+    seen = SeenParams(SeenSpecs(), {}, {})
+    # A graph gathers without a word to the session.
+    known_launches = seen.launches if compile is False else None
 
     def update_step(
         params: ParamsT,
@@ -146,7 +157,7 @@ def make_update_step(
                 "update_step(params, opt_state, microbatches) got two arguments: perhaps opt_state "
                 "is missing, which optimizer.init(params) makes"
             )
-        with open_session(axis, gather, rank_config, seen.launches) as session:
+        with open_session(axis, gather, rank_config, known_launches) as session:
             is_first = needs_checks(seen.checked, session.rank, params)
             if is_first:
                 _check_inputs(optimizer, params, opt_state, microbatches, axis, donate)
@@ -179,8 +190,7 @@ def make_update_step(
             with profiler_range("purestep.reduce"):
                 sums = session.all_reduce_grads(sums, params)
 
-        # Not in the first update alone, which threads of one rank may begin at different times.
-        is_settled = bool(is_first or seen.comparisons) and compare_replicas(
+        is_checked = is_first and compare_replicas(
             seen.comparisons, session.rank, params, axis, sums
         )
         if normalize == "grads":
@@ -198,8 +208,7 @@ def make_update_step(
         if axis.is_multi_program:
             validation.check_no_graph(new_params, axis)
         # A loss is checked where it runs, and wholly only where nothing is recorded.
-        is_checked = is_first and is_settled and len(microbatches)
-        if is_checked and tree.is_plain_eager(params, opt_state):
+        if is_checked and len(microbatches) and tree.is_plain_eager(params, opt_state):
             _mark_as_seen(seen.checked, session.rank, params)
         return new_params, new_opt_state, metrics
 
@@ -243,7 +252,8 @@ def normalize_sums(sums: GradSums) -> GradSums:
 def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
     """Returns whether a rank has not checked params with these containers yet.
 
-    >>> seen_specs = {0: deque([tree.flatten([1, 2])[1]])}
+    >>> seen_specs = SeenSpecs()
+    >>> seen_specs.by_rank[0] = deque([tree.flatten([1, 2])[1]])
     >>> [needs_checks(seen_specs, 0, params) for params in ([3], [4, 5])]
     [True, False]
     """
@@ -251,7 +261,7 @@ def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
         return False  # Checks read values, which a trace does not have.
     # A node class of the user's may hold what cannot be compared.
     with suppress(Exception):
-        return tree.flatten(params)[1] not in seen_specs.get(rank, ())
+        return tree.flatten(params)[1] not in seen_specs.by_rank.get(rank, ())
     return True
 
 
@@ -270,7 +280,7 @@ def _check_inputs(
 
 def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:
     """Remembers the containers of params that are checked, the last few of each rank."""
-    specs = seen_specs.setdefault(rank, deque(maxlen=8))
+    specs = seen_specs.by_rank.setdefault(rank, deque(maxlen=8))
     specs.append(tree.flatten(params)[1])
 
 

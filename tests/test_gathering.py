@@ -153,6 +153,39 @@ def test_a_rank_that_gathers_less_than_the_others_is_an_error(fault: str) -> Non
     axis.map(program)(range(3))
 
 
+@pytest.mark.parametrize("num_earlier", [0, 1])
+def test_a_loss_that_catches_all_errors_does_not_go_on_alone(num_earlier: int) -> None:
+    """Raises on all ranks, where one skips its bad data and the others' losses catch what they hear."""
+    axis = ThreadAxis(2)
+    is_bad = [False, False]
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        first, second = params
+        try:
+            y = x @ ps.unshard(first)
+            if is_bad[axis.rank]:
+                raise ArithmeticError("bad data")
+            return (y @ ps.unshard(second)).sum(-1)
+        except Exception:
+            return 0 * ps.unshard(first).sum() * x.sum(-1)
+
+    def program(rank: int) -> None:
+        params = ps.shard(make_layers(2), axis)
+        state = SGD.init(params)
+        step = ps.make_update_step(
+            loss_fn, SGD, weight_fn=weigh_ones, axis=axis, gather="loss"
+        )
+        for _ in range(num_earlier):
+            step(params, state, [make_rows(2)])
+        is_bad[rank] = rank == 1
+        with pytest.raises((ValueError, ps.RankError)):
+            step(params, state, [make_rows(2)])
+        is_bad[rank] = False
+        step(params, state, [make_rows(2)])
+
+    axis.map(program)(range(2))
+
+
 def test_pieces_that_fit_on_one_rank_alone() -> None:
     """Refuses shards cut by ``tensor_split`` on ranks 1 to 3, for which rank 0 does not wait."""
     axis = ThreadAxis(4)

@@ -6,10 +6,11 @@ The compiler's own import takes a second, so it happens with the first function 
 import functools
 import itertools
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -150,12 +151,11 @@ def compile_one_graph(
     function: Callable[..., Any],
     compile_: bool | Compiler,
     *,
-    is_pure: bool = True,
+    may_fix_sizes: bool = True,
 ) -> Callable[..., Any]:
-    """Compiles a function to one graph; raises ``NoGraph`` where there is none, or it fails.
+    """Compiles a function to one graph; raises ``NoGraph`` where there is none.
 
-    An error may be the function's or the compiler's: the function alone tells, run eagerly. If the
-    function is pure, other settings are tried first. Call it where no transform is active.
+    It raises before anything is computed. Call the graph where no transform is active.
 
     >>> from functools import partial
     >>> def branches(x):
@@ -173,7 +173,7 @@ def compile_one_graph(
             raise NoGraph(_name_of(function))
         return function(*args)
 
-    way = Way()
+    way = Way(may_fix_sizes=may_fix_sizes)
     graph = _compile_fully(traced, compile_, way)
 
     def run(*args: Any) -> Any:
@@ -183,18 +183,40 @@ def compile_one_graph(
         with way.forbid_hooks(_NO_HOOKS):
             try:
                 return graph(*args)
-            except (torch.OutOfMemoryError, NoGraph):
+            except NoGraph:
                 raise
             except Exception as raised:
                 error = raised
-        other = _another_way(error, way) if is_pure else way
+        other = _another_way(error, way)
         if other == way:
-            raise NoGraph(_name_of(function)) from error
+            raise_no_graph(function, error)
         way = other
         graph = _compile_fully(traced, compile_, way)
         return run(*args)
 
     return run
+
+
+def raise_no_graph(function: Callable[..., Any], error: Exception) -> NoReturn:
+    """Raises ``NoGraph`` if an error rose while the compiler worked, else the error.
+
+    What rises there may be the function's error, too: only an eager run shows whose it is.
+    """
+    # A backend that runs the graph by torch itself fails at a checkpoint, in the forward pass.
+    is_checkpoint = "don't yet support saved tensor hooks" in str(error)
+    if is_checkpoint or is_compiler_error(error) or _rose_in_the_compiler(error):
+        raise NoGraph(_name_of(function)) from error
+    raise error
+
+
+def _rose_in_the_compiler(error: Exception) -> bool:
+    """Returns whether the compiler's frames are among those that an error passed.
+
+    Its own assertions are plain ones, as those about ``torch.cond``.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    files = {frame.f_code.co_filename for frame, _ in frames}
+    return any(file.endswith("_dynamo/convert_frame.py") for file in files)
 
 
 class Way(NamedTuple):
@@ -205,15 +227,16 @@ class Way(NamedTuple):
     forbid_hooks: Callable[[str], AbstractContextManager[Any]] = (
         disable_saved_tensors_hooks
     )
+    may_fix_sizes: bool = True
 
 
-def _another_way(error: BaseException, way: Way) -> Way:
+def _another_way(error: Exception, way: Way) -> Way:
     """Returns a way in which this error may not come again; else the same way."""
     text = str(error)
-    # Of kernels that take no sizes that vary, as those of torch.func.hessian.
-    if "symbolic sizes/strides" in text:
+    # Some kernels take no sizes that vary: under torch.func.vjp, and those of torch.func.hessian.
+    if "symbolic sizes/strides" in text and way.may_fix_sizes:
         return way._replace(dynamic=False)
-    # Of checkpoints in a graph that torch itself runs.
+    # A backend that runs the graph by torch itself runs its checkpoints, which need hooks.
     if _NO_HOOKS in text:
         return way._replace(forbid_hooks=nullcontext)
     return way
@@ -234,8 +257,8 @@ def _compile_fully(
 class LetSizesVary(TorchFunctionMode):
     """Replaces functions whose sizes the compiler fixes under ``torch.func.vjp``.
 
-    Those of a linear layer with a bias, unless its input has two dimensions, and of dropout: there
-    would be a graph for every number of rows, and for every length.
+    A linear layer with a bias and an input of three dimensions would need a graph for every length.
+    Dropout would have none. ``unflatten`` has one, but not inside of such a mode.
     """
 
     def __torch_function__(
@@ -271,7 +294,7 @@ def _native_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """Drops elements by an operation that takes sizes that vary, under ``torch.func.vjp`` too."""
-    if inplace or not training:
+    if inplace or not training or not 0 <= p <= 1:
         return functional.dropout(input, p, training, inplace)
     output, _ = torch.native_dropout(input, p, True)
     return output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,10 +24,10 @@ from purestep.types import GradHook, LossFn, Tree
 def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
     """Differentiates the loss in one graph, which makes the sums, or adds to them in place.
 
-    Not all that the compiler takes has a graph with its gradients: a checkpoint has none, nor
-    dropout at sizes that vary. Then the loss is compiled as torch compiles it, whose autograd has a
-    second graph for the backward pass, and ``inplace_backward`` adds the gradients. If there is no
-    such graph either, a warning says why, and the loss runs eagerly.
+    Not all that the compiler takes has a graph with its gradients: a checkpoint has none. Then the
+    loss is compiled as torch compiles it, whose autograd has a second graph for the backward pass,
+    and ``inplace_backward`` adds the gradients. If there is no such graph either, a warning says
+    why, and the loss runs eagerly.
     """
 
     def sum_grads(
@@ -51,7 +50,7 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
         return new_totals, result
 
     run_graph = graph.compile_one_graph(
-        functools.wraps(loss_fn)(sum_grads), compile_, is_pure=False
+        functools.wraps(loss_fn)(sum_grads), compile_, may_fix_sizes=False
     )
 
     def grad_fn(
@@ -64,8 +63,7 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
         if inputs.needs_checks and is_first:
             _check_eagerly(loss_fn, inputs)
         result: MicrobatchResult
-        totals, result = _run_or_raise(
-            run_graph,
+        totals, result = run_graph(
             params,
             None if is_first else accumulator.values,
             accumulator.dtypes,
@@ -81,24 +79,28 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
         accumulator.values[:] = totals
         return result
 
-    compiled_loss = graph.compile_or_fall_back(loss_fn, compile_)
-    return graph.with_fallback(grad_fn, inplace_backward(compiled_loss), warns=False)
+    otherwise = _backward_of_compiled_loss(loss_fn, compile_)
+    return graph.with_fallback(grad_fn, otherwise, warns=False)
 
 
-def _run_or_raise(
-    run_graph: Callable[..., Any], params: Tree, totals: Any, *args: Any
-) -> Any:
-    """Runs the graph. Its error is the user's if it may have added to sums, which another way has.
+def _backward_of_compiled_loss(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
+    """Differentiates the compiled loss by autograd's own pass, and else the loss."""
+    by_autograd = inplace_backward(graph.compile_one_graph(loss_fn, compile_))
 
-    An error of the compiler's comes before anything is computed.
-    """
-    try:
-        return run_graph(params, totals, *args)
-    except graph.NoGraph as no_graph:
-        cause = no_graph.__cause__
-        if totals is None or cause is None or graph.is_compiler_error(cause):
+    def grad_fn(
+        inputs: MicrobatchInputs,
+        accumulator: GradAccumulator,
+        on_grad_ready: GradHook | None,
+    ) -> MicrobatchResult:
+        try:
+            return by_autograd(inputs, accumulator, on_grad_ready)
+        except graph.NoGraph:
             raise
-        raise cause from None
+        except Exception as error:
+            # The backward pass is compiled when it first runs, before it adds to any sum.
+            graph.raise_no_graph(loss_fn, error)
+
+    return graph.with_fallback(grad_fn, inplace_backward(loss_fn))
 
 
 def _check_eagerly(loss_fn: LossFn, inputs: MicrobatchInputs) -> None:

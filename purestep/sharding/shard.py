@@ -65,8 +65,8 @@ def unshard(tree_: Tree) -> Tree:
     With ``gather="loss"``, call it inside ``ps.remat(block)``. The backward pass then gathers
     again, and only shards stay in memory. There, all ranks must gather the same params in the same
     order. The losses of each rank must depend on all that it gathers: add ``0 * w.sum()`` if they
-    may not. purestep does not compare this: a wrong order mixes up tensors. ``from_module(units=)``
-    does all of it for a module, and compares the order.
+    may not. purestep compares the shapes and dtypes of what ranks gather, but not which tensors
+    they are. ``from_module(units=)`` does all of it for a module, and compares the units, too.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)

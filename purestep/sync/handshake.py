@@ -20,7 +20,6 @@ from purestep import tree
 from purestep.axis.base import RankError
 from purestep.axis.process import ProcessAxis
 from purestep.counts import MAX_EXACT_INT, check_total
-from purestep.tree.shard import ShardSpecs
 from purestep.types import TokenCounts, Tree
 
 ZERO = torch.tensor(0, device="cpu")
@@ -164,12 +163,11 @@ def _async_read(message: Tensor) -> Callable[[], list[float]]:
 
 
 class TreeFingerprint(NamedTuple):
-    """A tree in words that are the same in every process, and how each leaf is sharded."""
+    """A tree in words that are the same in every process."""
 
     name: str
     hash: int
     lines: tuple[str, ...]
-    shard_specs: ShardSpecs
 
 
 def fingerprint(name: str, value: Tree) -> TreeFingerprint:
@@ -203,7 +201,7 @@ def fingerprint_order(name: str, words: Sequence[str]) -> TreeFingerprint:
     for number, word in enumerate(words, start=1):
         lines.append(f"{number}. {word}")
     number = hash64(*words) if words else 0
-    return TreeFingerprint(name, number, (*lines, ""), ())
+    return TreeFingerprint(name, number, (*lines, ""))
 
 
 @lru_cache(64)
@@ -228,9 +226,7 @@ def _cached_fingerprint(
     *lines, containers = _portable("\n".join(lines)).split("\n")
     # A set is printed in any order, so the words are compared, and not their order.
     words = sorted(re.findall(r"[\w.+-]+|\S", containers))
-    return TreeFingerprint(
-        name, hash64(lines, words), (*lines, containers), shard_specs
-    )
+    return TreeFingerprint(name, hash64(lines, words), (*lines, containers))
 
 
 def _portable(text: str) -> str:

@@ -2,8 +2,9 @@
 
 A rank whose loss raises joins no further gather, and the others would wait for it for ever.
 
-    RollCall    the first update: a small sum precedes each gather, to which a rank that has left
-                adds 1, once; then the others leave, too. It costs a round trip for each gather
+    RollCall    while a rank does not know what the others gather, as in the first update: a small
+                sum precedes each gather. A rank that leaves adds 1 to the next such sum, and then
+                the others leave, too. It costs a round trip for each gather
     Repeated    later updates, which gather what the first one did: a rank that leaves runs what
                 the others still gather, with zeros
 
@@ -21,14 +22,17 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from purestep import tree
 from purestep.axis.process import GatherLog, Launch, ProcessAxis
+from purestep.sharding.layout import shards_over
 from purestep.sync import handshake
+from purestep.types import Params
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-KnownLaunches: TypeAlias = dict[tuple[int, int], list[Launch]]
-"""The gathers and scatters of one microbatch, by rank and by the fingerprint of params.
+KnownLaunches: TypeAlias = dict[Any, list[Launch]]
+"""The gathers and scatters of one microbatch, by ranks and by the fingerprint of params.
 
-They are empty if they vary.
+An empty list marks gathers that vary between updates.
 """
 
 
@@ -56,19 +60,17 @@ class Answers(NamedTuple):
 class RollCall:
     """Asks before each gather of an update whether all ranks of its axis take part.
 
-    An axis stays open until a rank of it has left: that sum is the last one over it.
+    An axis stays open until a sum over it says that one of its ranks leaves.
     """
 
     def __init__(self, axes: Iterable[ProcessAxis]) -> None:
         self._open = dict.fromkeys(axes)
+        self._has_refused = False
 
     def before_launch(self, launch: Launch) -> None:
         """Raises if a rank of the axis has left, or is about to gather something else."""
+        self._raise_again()
         axis = launch.axis
-        if (
-            axis not in self._open
-        ):  # A loss that catches the error must not go on alone.
-            raise RankLeftError
         number = handshake.hash64(f"{launch}") % handshake.max_fingerprint(axis)
         message = _encode(Answers(0, number, number**2))
         axis.launch(message)()
@@ -77,7 +79,8 @@ class RollCall:
         is_same = int(answers.gather) ** 2 == axis.size * int(answers.gather_squared)
         if answers.num_left or not is_same:
             del self._open[axis]
-            raise RankLeftError
+            self._has_refused = True
+            self._raise_again()
 
     def leave(self) -> None:
         """Tells the ranks of each open axis that this one gathers no more."""
@@ -85,7 +88,13 @@ class RollCall:
 
     def end(self) -> None:
         """Meets the ranks that have left since the last gather."""
+        self._raise_again()
         self._close(Answers(0))
+
+    def _raise_again(self) -> None:
+        """Raises if it has raised before: a loss that catches the error must not go on alone."""
+        if self._has_refused:
+            raise RankLeftError
 
     def _close(self, answers: Answers) -> None:
         # All are launched before any is awaited: ranks of one axis may wait for those of another.
@@ -104,11 +113,13 @@ class Repeated:
 
     def __init__(self, launches: Iterable[Launch]) -> None:
         self._remaining = deque(launches)
+        self._refusal = ""
 
     def before_launch(self, launch: Launch) -> None:
         """Raises if earlier updates have launched something else here."""
+        self._raise_again()
         if not self._remaining or launch != self._remaining[0]:
-            raise self._other(f"{launch}")
+            self._refuse(f"{launch}")
         self._remaining.popleft()
 
     def leave(self) -> None:
@@ -120,25 +131,35 @@ class Repeated:
 
     def end(self) -> None:
         """Raises if earlier updates have launched more."""
+        self._raise_again()
         if self._remaining:
-            raise self._other("nothing more")
+            self._refuse("nothing more")
 
-    def _other(self, launched: str) -> OtherGatherError:
+    def _raise_again(self) -> None:
+        """Raises if it has raised before: a loss that catches the error must not go on alone."""
+        if self._refusal:
+            raise OtherGatherError(self._refusal)
+
+    def _refuse(self, launched: str) -> None:
         before = f"{self._remaining[0]}" if self._remaining else "nothing more"
-        return OtherGatherError(
-            f"a loss runs {launched} where it ran {before} in an earlier update, "
-            "as other ranks still do: run the same units, or ps.unshard, on all ranks"
+        self._refusal = (
+            f"a loss runs {launched} where it ran {before} in an earlier update, and other ranks "
+            "do not: run the same units, or ps.unshard, on all ranks"
         )
+        self._raise_again()
 
 
 class LossGathers:
-    """What the losses of one rank gather and scatter in one update, along these axes."""
+    """What the losses of one rank gather and scatter in one update, along these axes.
+
+    Without ``known_launches``, nothing is done for a rank that leaves.
+    """
 
     def __init__(
         self,
         axes: Iterable[ProcessAxis],
-        known_launches: KnownLaunches,
-        key: tuple[int, int],
+        known_launches: KnownLaunches | None,
+        key: tuple[Any, ...],
     ) -> None:
         self.axes = [*axes]
         self.log = GatherLog([], [], [])
@@ -152,11 +173,11 @@ class LossGathers:
     @property
     def are_known(self) -> bool:
         """Returns whether this rank remembers them from an earlier update."""
-        return bool(self._known.get(self._key))
+        return bool(self._known and self._known.get(self._key))
 
     def guard(self, num_microbatches: int, *, all_know: bool) -> None:
         """Prepares for a rank that leaves, before any microbatch has run."""
-        if not self.axes:
+        if not self.axes or self._known is None:
             return
         self._num_microbatches = num_microbatches
         if all_know:
@@ -165,11 +186,13 @@ class LossGathers:
             self._guard = RollCall(self.axes)
         self.log.listeners.append(self._guard.before_launch)
 
-    def leave(self) -> None:
-        """Takes leave of the ranks that gather on."""
+    def leave(self) -> bool:
+        """Takes leave of the ranks that gather on; returns whether they can know of it."""
         self.stop()
-        if self._guard is not None:
-            self._guard.leave()
+        if self._guard is None:
+            return not self.axes
+        self._guard.leave()
+        return True
 
     def end(self) -> None:
         """Meets ranks that have left; raises if there was less to gather than before."""
@@ -182,26 +205,56 @@ class LossGathers:
         for axis in self.axes:
             axis.stop_gather_log()
 
+    def describe(self) -> list[str]:
+        """Describes what was gathered: alike on ranks that leave, and on those that end."""
+        if isinstance(self._guard, RollCall):
+            return [f"{launch}" for launch in self.log.launches]
+        return self.log.names
+
     def remember(self) -> None:
-        """Remembers what each microbatch has launched, unless they differ."""
+        """Remembers what each microbatch has launched, unless microbatches differ."""
         launches = self.log.launches
-        if self._guard is None or not launches or self._known.get(self._key) == []:
+        if self._known is None or self._guard is None or not launches:
             return
         num_launches = len(launches) // self._num_microbatches
         first = launches[:num_launches]
-        if first * self._num_microbatches == launches:
+        varies = self._known.get(self._key) == []
+        if first * self._num_microbatches == launches and not varies:
             self._known[self._key] = first
 
     def forget(self) -> None:
         """Notes that what losses gather varies from update to update."""
+        assert self._known is not None
         self._known[self._key] = []
+
+
+def gather_axes(params: Params, axis: ProcessAxis) -> list[ProcessAxis]:
+    """Lists the axes over which a loss gathers params: each object, as each has a log.
+
+    Equal axes may be several objects.
+    """
+    gathered = shards_over(tree.shard_specs(tree.flatten(params)[1]), axis)
+    return [*{id(spec.axis): spec.axis for spec in gathered.values()}.values()]
+
+
+def has_other_axes(params: Params, axes: Iterable[ProcessAxis]) -> bool:
+    """Returns whether params are sharded over other ranks, too, as in tensor parallelism.
+
+    These wait for each other inside the loss, where no session can tell them that one has left.
+    """
+    gathered = [*axes]
+    for shard_spec in tree.shard_specs(tree.flatten(params)[1]):
+        for other in shard_spec.axes if shard_spec else ():
+            if other.is_multi_program and other not in gathered:
+                return True
+    return False
 
 
 def again_if_gathers_vary(step: FunctionT) -> FunctionT:
     """Lets a step run again if all ranks gather something else than before, with roll calls.
 
-    A loss may leave out a layer, as long as all ranks do. Each step is pure, and has changed
-    nothing.
+    A loss may leave out a layer, as long as all ranks do. The first run has changed nothing but
+    torch's random generator.
     """
 
     @wraps(step)

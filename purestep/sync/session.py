@@ -36,6 +36,8 @@ from purestep.sync.leaving import (
     LossGathers,
     OtherGatherError,
     RankLeftError,
+    gather_axes,
+    has_other_axes,
 )
 from purestep.tree.shard import ShardSpecs
 from purestep.types import Gather, GradHook, GradSums, Params, TokenCounts, Tree
@@ -118,8 +120,9 @@ def open_session(
 ) -> AbstractContextManager[Session]:
     """Opens the session of one update, in which ranks compare their ``config``.
 
-    In ``known_launches``, ranks note what each microbatch gathers, for later updates. While a
-    compiler traces, the ranks of every axis run one program.
+    In ``known_launches``, ranks note what each microbatch gathers, for later updates. Without it, a
+    rank that fails among gathers raises alone. While a compiler traces, the ranks of every axis run
+    one program.
     """
     if axis.is_multi_program and not torch.compiler.is_dynamo_compiling():
         process_axis = cast("ProcessAxis", axis)
@@ -256,8 +259,8 @@ class MultiProgramSession:
         self._buckets = GradBuckets(axis, {}, ())
         self._first: handshake.PendingStatus | None = None
         self._group_len = 0
-        self._known_launches = {} if known_launches is None else known_launches
-        self._gathers = LossGathers((), self._known_launches, (self.rank, 0))
+        self._known_launches = known_launches
+        self._gathers = LossGathers((), None, ())
 
     def __enter__(self) -> Self:
         return self
@@ -274,6 +277,9 @@ class MultiProgramSession:
         if texts and all(OtherGatherError.__name__ in text for text in texts):
             self._gathers.forget()
             raise GathersVaryError from error
+        for rank, text in enumerate(texts):
+            if text and rank != self._axis.rank:
+                error.add_note(f"rank {rank} of {self._axis} failed, too: {text}")
 
     def all_reduce_counts(
         self,
@@ -294,12 +300,12 @@ class MultiProgramSession:
             raise _recorded(axis)
         fingerprints = self._fingerprint(params, opt_state, num_microbatches)
         fingerprint = handshake.hash64(*(f.hash for f in fingerprints.values()))
-        shards = shards_over(fingerprints["params"].shard_specs, axis)
         if self._gather != "step":
-            # Not a set, whose order may differ between ranks.
-            axes = dict.fromkeys(shard_spec.axis for shard_spec in shards.values())
-            key = self.rank, fingerprints["params"].hash
-            self._gathers = LossGathers(axes, self._known_launches, key)
+            key = axis.global_ranks, self.rank, fingerprints["params"].hash
+            axes = gather_axes(params, axis)
+            has_others = has_other_axes(params, axes)
+            launches = None if has_others else self._known_launches
+            self._gathers = LossGathers(axes, launches, key)
         self._group_len = num_microbatches
         message = handshake.encode_status(
             axis,
@@ -403,7 +409,7 @@ class MultiProgramSession:
         aux = handshake.fingerprint("LossOutput.aux", sums.aux)
         early = handshake.fingerprint(EARLY_BUCKETS, str(num_early))
         self._gathers.end()
-        order = handshake.fingerprint_order(GATHER_ORDER, self._gathers.log.names)
+        order = self._fingerprint_gathers()
         aux_hash = 0 if tree.is_empty(sums.aux) else aux.hash
         message = handshake.encode_status(
             self._axis,
@@ -478,11 +484,15 @@ class MultiProgramSession:
             totals.append(tree.match_strides(leaf, total))
         return tree.unflatten(spec, totals)
 
+    def _fingerprint_gathers(self) -> TreeFingerprint:
+        """Describes what losses gather; nothing where each microbatch gathers all params."""
+        gathers = self._gathers.describe() if self._gather == "loss" else []
+        return handshake.fingerprint_order(GATHER_ORDER, gathers)
+
     def _raise_why_ranks_left(self) -> None:
         """Raises what the ranks that left their losses say, or in what the gathers differ."""
         self._gathers.leave()
-        lines = [f"{launch}" for launch in self._gathers.log.launches]
-        order = handshake.fingerprint_order(GATHER_ORDER, lines)
+        order = self._fingerprint_gathers()
         message = handshake.encode_status(
             self._axis, group_len=self._group_len, fingerprint=order.hash
         )
@@ -512,16 +522,17 @@ class MultiProgramSession:
         """
         axis = self._axis
         awaits_counts = self._awaited == "counts"
-        if not awaits_counts and not axis.on_host:
-            return []  # The others read nothing until its process ends.
-        if not awaits_counts and self._gathers.axes:
-            if isinstance(error, RankError):
-                return []  # After an error of the backend, no other rank is left to meet.
-            self._gathers.leave()
+        if not awaits_counts:
+            # On a device, the others read nothing until its process ends. After an error of the
+            # backend, no other rank is left to meet.
+            is_alone = not axis.on_host
+            is_alone |= bool(self._gathers.axes) and isinstance(error, RankError)
+            if is_alone or not self._gathers.leave():
+                return []
         self._all_reduce_message(handshake.encode_failure(axis))
         if axis.on_host:
             text = format_exception_only(error)[0].strip()  # without its notes
-            return [f"{answer}" for answer in axis.gather_object(text)]
+            return [answer or "" for answer in axis.gather_object(text)]
         if awaits_counts and self._gather == "microbatch" and axis.has_host_backend:
             # The others are at ``max_microbatches`` next.
             axis.process_group.run("all_gather", torch.tensor([0, FAILED]))
