@@ -115,7 +115,7 @@ def test_holds_on_a_device(theorem: Theorem) -> None:
     test = theorem.test(system, move_case)
     max_examples = settings().max_examples
     if DEVICE_TYPE != "cuda":
-        max_examples //= 12
+        max_examples //= 16
     settings(max_examples=min(max_examples, 20))(test)()
 
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -65,14 +65,13 @@ Normalize = Literal["loss", "grads"]
 OnNonfinite = Literal["propagate", "skip"]
 
 
-class SeenSpecs(threading.local):
-    """Holds the containers of params whose checks are done, by rank.
+SeenSpecs: TypeAlias = dict[tuple[int, int], deque[tree.TreeSpec]]
+"""The containers of params whose checks are done, by rank and thread.
 
-    Each thread has others: several of them may be rank 0 of a step, each in another group.
-    """
-
-    def __init__(self) -> None:
-        self.by_rank: dict[int, deque[tree.TreeSpec]] = {}
+Several threads may be rank 0 of a step, each in another group.
+"""
+MAX_THREADS = 256
+"""Of how many threads a step remembers that."""
 
 
 class SeenParams(NamedTuple):
@@ -142,7 +141,7 @@ def make_update_step(
         "weight_fn": "given" if weight_fn else "None",
         "accum_dtype": str(accum_dtype),
     }
-    seen = SeenParams(SeenSpecs(), {}, {})
+    seen = SeenParams({}, {}, {})
     # A graph gathers without a word to the session.
     known_launches = seen.launches if compile is False else None
 
@@ -252,8 +251,7 @@ def normalize_sums(sums: GradSums) -> GradSums:
 def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
     """Returns whether a rank has not checked params with these containers yet.
 
-    >>> seen_specs = SeenSpecs()
-    >>> seen_specs.by_rank[0] = deque([tree.flatten([1, 2])[1]])
+    >>> seen_specs = {(0, threading.get_ident()): deque([tree.flatten([1, 2])[1]])}
     >>> [needs_checks(seen_specs, 0, params) for params in ([3], [4, 5])]
     [True, False]
     """
@@ -261,7 +259,9 @@ def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
         return False  # Checks read values, which a trace does not have.
     # A node class of the user's may hold what cannot be compared.
     with suppress(Exception):
-        return tree.flatten(params)[1] not in seen_specs.by_rank.get(rank, ())
+        return tree.flatten(params)[1] not in seen_specs.get(
+            (rank, threading.get_ident()), ()
+        )
     return True
 
 
@@ -280,7 +280,10 @@ def _check_inputs(
 
 def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:
     """Remembers the containers of params that are checked, the last few of each rank."""
-    specs = seen_specs.by_rank.setdefault(rank, deque(maxlen=8))
+    if len(seen_specs) >= MAX_THREADS:
+        seen_specs.clear()
+    key = rank, threading.get_ident()
+    specs = seen_specs.setdefault(key, deque(maxlen=8))
     specs.append(tree.flatten(params)[1])
 
 

@@ -149,11 +149,16 @@ SIZES = [[make_batch(size, 4)] for size in (2, 5, 3, 7)]
 
 
 @pytest.mark.parametrize(
-    "loss",
-    [branching_by_cond, unflattened, curved, dropped, checkpointed],
-    ids=lambda loss: loss.__name__,
+    ("loss", "backend"),
+    [
+        (branching_by_cond, "eager"),
+        (unflattened, "eager"),
+        (curved, "eager"),
+        (dropped, "eager"),
+        (checkpointed, "eager"),
+        (checkpointed, "aot_eager"),
+    ],
 )
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_what_torch_compiles_is_compiled(loss: Any, backend: str) -> None:
     """At sizes that vary, without a warning, and without an eager call after the first update."""
     num_eager_calls = 0

@@ -1,5 +1,6 @@
 """Counts of a step: weights of every dtype, however large, and which are refused."""
 
+import threading
 from collections import deque
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from purestep.step import SeenSpecs, needs_checks
+from purestep.step import needs_checks
 from tests.line_problem import MICROBATCH, PARAMS, SGD, loss_fn, run_step, weight_fn
 
 
@@ -63,8 +64,7 @@ def test_an_overflowing_count_is_not_applied_where_it_cannot_be_read() -> None:
 
 def test_a_structure_that_cannot_be_compared_is_a_new_one() -> None:
     """A node class of the user's may keep an array."""
-    seen_specs = SeenSpecs()
-    seen_specs.by_rank[0] = deque([numpy.ones(2)])
+    seen_specs = {(0, threading.get_ident()): deque([numpy.ones(2)])}
     assert needs_checks(seen_specs, 0, PARAMS)
 
 
