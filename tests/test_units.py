@@ -459,7 +459,7 @@ LATER_DIFFERENCE = (
     r"runs all_gather for blocks\.2 .* where it ran all_gather for blocks\.0 "
 )
 OTHER_ORDERS = {0: FIRST_DIFFERENCE, 1: LATER_DIFFERENCE}
-"""What ranks are told, by the number of earlier updates."""
+"""Words of the errors of all ranks, by the number of earlier updates."""
 
 
 @pytest.mark.parametrize("num_earlier", OTHER_ORDERS)
