@@ -104,7 +104,7 @@ GATHERINGS = {
 
 
 class Fault(NamedTuple):
-    """What goes wrong, in which microbatch, and on which ranks."""
+    """Holds what goes wrong, in which microbatch, and on which ranks."""
 
     what: str
     microbatch: int = 0

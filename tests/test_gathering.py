@@ -121,7 +121,7 @@ FAULTS: dict[str, tuple[type[Exception], type[Exception], str]] = {
     "gathers less": (ValueError, ValueError, DIFFERS),
     "does not use it": (ValueError, ValueError, DIFFERS),
 }
-"""What rank 1 does, the errors on this rank and the others, and their text on all ranks."""
+"""By what rank 1 does: its error, the error of the others, and words of both."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)

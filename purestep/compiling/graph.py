@@ -155,7 +155,8 @@ def compile_one_graph(
 ) -> Callable[..., Any]:
     """Compiles a function to one graph; raises ``NoGraph`` where there is none.
 
-    It raises before anything is computed. Call the graph where no transform is active.
+    It raises before anything is computed. Call the graph where no transform is active. With
+    ``may_fix_sizes``, sizes that the compiler cannot let vary have a graph each.
 
     >>> from functools import partial
     >>> def branches(x):
@@ -220,7 +221,7 @@ def _rose_in_the_compiler(error: Exception) -> bool:
 
 
 class Way(NamedTuple):
-    """How a function is compiled, and its graph called."""
+    """Holds how a function is compiled, and its graph called."""
 
     dynamic: bool | None = None
     """Whether sizes may vary; None leaves that to the compiler."""
@@ -228,6 +229,7 @@ class Way(NamedTuple):
         disable_saved_tensors_hooks
     )
     may_fix_sizes: bool = True
+    """Whether sizes that cannot vary may have a graph each."""
 
 
 def _another_way(error: Exception, way: Way) -> Way:
@@ -274,9 +276,8 @@ class LetSizesVary(TorchFunctionMode):
             return _linear_of_rows(*args, **kwargs)
         if func is functional.dropout:
             return _native_dropout(*args, **kwargs)
-        if (
-            func is Tensor.unflatten
-        ):  # It calls super(), which dynamo cannot trace here.
+        # Tensor.unflatten calls super(), which the compiler cannot trace in a mode.
+        if func is Tensor.unflatten:
             return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 

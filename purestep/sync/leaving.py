@@ -49,11 +49,11 @@ class GathersVaryError(Exception):
 
 
 class Answers(NamedTuple):
-    """What a rank says in a roll call, or the sums over all ranks."""
+    """Holds what a rank sends in a roll call, or the sums over all ranks."""
 
     num_left: float
     gather: float = 0
-    """What this rank is about to gather, as a number."""
+    """A hash of the collective that this rank is about to launch."""
     gather_squared: float = 0
 
 
@@ -150,7 +150,7 @@ class Repeated:
 
 
 class LossGathers:
-    """What the losses of one rank gather and scatter in one update, along these axes.
+    """Holds what the losses of a rank gather and scatter in one update, over these axes.
 
     Without ``known_launches``, nothing is done for a rank that leaves.
     """
@@ -187,7 +187,7 @@ class LossGathers:
         self.log.listeners.append(self._guard.before_launch)
 
     def leave(self) -> bool:
-        """Takes leave of the ranks that gather on; returns whether they can know of it."""
+        """Leaves the ranks that gather on; returns whether they learn of it."""
         self.stop()
         if self._guard is None:
             return not self.axes
