@@ -230,6 +230,27 @@ def test_a_unit_that_passes_its_input_on(way: str) -> None:
         assert num_collectives == 3 * 3 + 3
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_later_updates_launch_nothing_but_gathers_and_scatters(way: str) -> None:
+    """Knows the root's gather again in the second microbatch, after those of units."""
+    axis = ThreadAxis(2)
+    params, apply = ps.from_module(Model(), units=is_block, **WAYS[way])
+    step = make_step(apply, axis)
+    group = [make_rows(2), make_rows(3)]
+
+    def count_collectives(_: int) -> int:
+        shards = ps.shard(params, axis)
+        state = OPTIMIZER.init(shards)
+        step(shards, state, group)
+        before = axis.num_collectives
+        step(shards, state, group)
+        return axis.num_collectives - before
+
+    # In each microbatch three for each of three units, and two of the root; two messages, and the
+    # norm.
+    assert axis.map(count_collectives)(range(2)) == [2 * (3 * 3 + 2) + 3] * 2
+
+
 def test_a_param_that_a_partial_holds_is_the_root_s() -> None:
     """Gathers it at the start of the call: the partial is made anew in each call."""
     model = Model()

@@ -21,9 +21,10 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class Launch(NamedTuple):
-    """Describes a collective that a rank has launched, for the params of this unit."""
+    """Describes a collective that a rank has launched."""
 
     unit: str
+    """The unit whose params it gathers; empty for others, and for gradients."""
     axis: ProcessAxis
     op: str
     shape: torch.Size
@@ -40,6 +41,8 @@ class GatherLog(NamedTuple):
 
     names: list[str]
     """The units whose params were gathered."""
+    current: list[str]
+    """The units that gather now, the innermost last."""
     launches: list[Launch]
     listeners: list[Callable[[Launch], None]]
     """Called with each launch before it runs."""
@@ -91,17 +94,24 @@ class ProcessAxis(ABC):
         """Starts to note in a log what this rank gathers and scatters."""
         self._gather_logs[self.rank, self.global_ranks] = log
 
-    def log_gather(self, name: str) -> None:
-        """Notes that this rank gathers params that go by this name."""
+    def begin_gather(self, name: str) -> None:
+        """Notes that this rank gathers params that go by this name, until ``end_gather``."""
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
             log.names.append(name)
+            log.current.append(name)
+
+    def end_gather(self) -> None:
+        """Notes that what this rank launches from here on goes by the name before, or by none."""
+        log = self._gather_logs.get((self.rank, self.global_ranks))
+        if log is not None:
+            log.current.pop()
 
     def log_launch(self, op: str, x: Tensor) -> None:
         """Notes that this rank is about to launch a gather or scatter, and of what."""
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
-            unit = "".join(log.names[-1:])
+            unit = "".join(log.current[-1:])
             launch = Launch(unit, self, op, x.shape, x.dtype, x.device)
             log.launches.append(launch)
             for listener in log.listeners:

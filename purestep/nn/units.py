@@ -254,14 +254,18 @@ class _ShardedUnit(NamedTuple):
 
     def unshard(self, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
         """Gathers the unit's params, in an order that the ranks compare at the end of the step."""
-        for axis in dict.fromkeys(shard.axis for shard in shards.values()):
-            if axis.is_multi_program:
-                axis.log_gather(self.path)
+        axes = dict.fromkeys(shard.axis for shard in shards.values())
+        process_axes = [axis for axis in axes if axis.is_multi_program]
+        for axis in process_axes:
+            axis.begin_gather(self.path)
         try:
             params: dict[str, Tensor] = unshard(shards)
         except Exception as error:
             error.add_note(f"where {self.path}, a unit, gathers its params")
             raise
+        finally:
+            for axis in process_axes:
+                axis.end_gather()
         return params
 
     def call(

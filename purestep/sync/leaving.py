@@ -162,7 +162,7 @@ class LossGathers:
         key: tuple[Any, ...],
     ) -> None:
         self.axes = [*axes]
-        self.log = GatherLog([], [], [])
+        self.log = GatherLog([], [], [], [])
         self._known = known_launches
         self._key = key
         self._num_microbatches = 0
