@@ -7,7 +7,6 @@ The sums run over all tokens of all microbatches on all ranks.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -38,7 +37,7 @@ from purestep.optim.base import (
     update_in_place,
 )
 from purestep.sync.leaving import KnownLaunches, again_if_gathers_vary
-from purestep.sync.replicas import Comparisons, compare_replicas
+from purestep.sync.replicas import Comparisons, Place, compare_replicas, place_of
 from purestep.sync.session import open_session
 from purestep.tree import foreach
 from purestep.types import (
@@ -60,18 +59,14 @@ from purestep.types import (
 # Read of all leaves at each step.
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _MISSING: Any = object()
+_NO_AXES: frozenset[Any] = frozenset()
 
 Normalize = Literal["loss", "grads"]
 OnNonfinite = Literal["propagate", "skip"]
 
 
-SeenSpecs: TypeAlias = dict[tuple[int, int], deque[tree.TreeSpec]]
-"""The containers of params whose checks are done, by rank and thread.
-
-Several threads may be rank 0 of a step, each in another group.
-"""
-MAX_THREADS = 256
-"""Of how many threads a step remembers that."""
+SeenSpecs: TypeAlias = dict[Place, deque[tree.TreeSpec]]
+"""The containers of params whose checks are done, the last few of each rank."""
 
 
 class SeenParams(NamedTuple):
@@ -251,7 +246,7 @@ def normalize_sums(sums: GradSums) -> GradSums:
 def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
     """Returns whether a rank has not checked params with these containers yet.
 
-    >>> seen_specs = {(0, threading.get_ident()): deque([tree.flatten([1, 2])[1]])}
+    >>> seen_specs = {place_of(0, ()): deque([tree.flatten([1, 2])[1]])}
     >>> [needs_checks(seen_specs, 0, params) for params in ([3], [4, 5])]
     [True, False]
     """
@@ -259,9 +254,11 @@ def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
         return False  # Checks read values, which a trace does not have.
     # A node class of the user's may hold what cannot be compared.
     with suppress(Exception):
-        return tree.flatten(params)[1] not in seen_specs.get(
-            (rank, threading.get_ident()), ()
-        )
+        _, spec = tree.flatten(params)
+        if spec in seen_specs.get((rank, _NO_AXES), ()):
+            return False
+        place = place_of(rank, tree.shard_specs(spec))
+        return spec not in seen_specs.get(place, ())
     return True
 
 
@@ -279,12 +276,10 @@ def _check_inputs(
 
 
 def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:
-    """Remembers the containers of params that are checked, the last few of each rank."""
-    if len(seen_specs) >= MAX_THREADS:
-        seen_specs.clear()
-    key = rank, threading.get_ident()
-    specs = seen_specs.setdefault(key, deque(maxlen=8))
-    specs.append(tree.flatten(params)[1])
+    """Remembers the containers of params that are checked."""
+    _, spec = tree.flatten(params)
+    place = place_of(rank, tree.shard_specs(spec))
+    seen_specs.setdefault(place, deque(maxlen=8)).append(spec)
 
 
 def finish_step(

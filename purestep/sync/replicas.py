@@ -16,9 +16,13 @@ from torch import Tensor
 from purestep import tree
 from purestep.axis.base import Axis
 from purestep.axis.collectives import shares_ranks
+from purestep.tree.shard import ShardSpecs
 from purestep.types import GradSums, Params
 
-Comparisons: TypeAlias = dict[Any, list[tree.TreeSpec]]
+Place: TypeAlias = tuple[int, frozenset[Any]]
+"""The rank on the step's axis, and on other axes with their ranks."""
+
+Comparisons: TypeAlias = dict[Place, list[tree.TreeSpec]]
 """The containers of params, once for each comparison, by the ranks of this process.
 
 None is dropped, and a rank without microbatches compares, too. So all ranks have the same entries.
@@ -45,10 +49,7 @@ def compare_replicas(
     shard_specs = tree.shard_specs(spec)
     if not shard_specs:
         return True
-    axes = {axis for shard in shard_specs if shard for axis in shard.axes}
-    # Threads of one step may all be rank 0 of its axis, and share the others' names.
-    places = [(axis.rank, axis.global_ranks) for axis in axes if axis.is_multi_program]
-    specs = comparisons.setdefault((rank, frozenset(places)), [])
+    specs = comparisons.setdefault(place_of(rank, shard_specs), [])
     num_compared = 0
     with suppress(Exception):  # A node class of the user's may not compare.
         num_compared = sum(spec == other for other in specs)
@@ -59,6 +60,16 @@ def compare_replicas(
         specs += [spec] * MAX_COMPARISONS
         return True
     return False
+
+
+def place_of(rank: int, shard_specs: ShardSpecs) -> Place:
+    """Returns the rank's place on the step's axis, and on the axes of sharded params.
+
+    Threads of one step may all be rank 0 of its axis, and share the others' names.
+    """
+    axes = {axis for shard in shard_specs if shard for axis in shard.axes}
+    places = [(axis.rank, axis.global_ranks) for axis in axes if axis.is_multi_program]
+    return rank, frozenset(places)
 
 
 def check_replicas(params: Params, axis: Axis, sums: GradSums) -> bool:
