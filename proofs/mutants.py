@@ -150,7 +150,7 @@ MUTANTS = [
         claim="test_t02_ranks.separate_ranks",
         description="buckets that leave in the first microbatch, not in the last",
         module="grads.accumulate",
-        old="index + 1 == len(group.weights)",
+        old="index + 1 == len(group.microbatches)",
         new="index == 0",
     ),
     Mutant(

@@ -38,6 +38,7 @@ from purestep.grads.grad_and_value import grad_and_value
 from purestep.nn import from_module, reset_parameters, to_module
 from purestep.remat import remat
 from purestep.sharding import from_dtensor, shard, to_dtensor, unshard
+from purestep.stacked import stack
 from purestep.state import load_state_dict, state_dict
 from purestep.step import make_update_step
 from purestep.tree.shard import Shard
@@ -48,7 +49,7 @@ __all__ = [
     "tree", "random", "from_module", "to_module", "reset_parameters",
     # Data: examples to microbatches
     "shift_labels", "BatchPlan", "plan", "balance", "pack", "pack_documents", "segment_mask",
-    "split", "merge", "group", "DataExhausted", "prefetch",
+    "split", "merge", "stack", "group", "DataExhausted", "prefetch",
     # The loss and its weights
     "losses", "LossOutput", "label_weights", "count_tokens", "TokenCounts",
     # Gradients

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from purestep import tree
+from purestep.stacked import Stacked
 from purestep.torch_private import count_nonzero
 from purestep.types import Microbatch, TokenCounts, WeightFn
 
@@ -36,11 +38,11 @@ class PreweightedMicrobatches(Sequence[Microbatch]):
 class WeightedMicrobatches(NamedTuple):
     """Microbatches with the weights of their tokens, which are computed once.
 
-    If the loss returns the weights, those of each microbatch are None, and so is ``counts``.
+    Weights that a microbatch's loss returns, or that are computed with it, are None.
     """
 
     microbatches: Sequence[Microbatch]
-    weights: Sequence[Tensor | None]
+    weights: Sequence[Tensor | None] | None
     counts: TokenCounts | None
 
 
@@ -88,7 +90,11 @@ def with_weights(
             "gather an iterator into one"
         )
     if weight_fn is None:
-        return WeightedMicrobatches(microbatches, [None] * len(microbatches), None)
+        return WeightedMicrobatches(microbatches, None, None)
+    if isinstance(microbatches, Stacked) and torch.compiler.is_dynamo_compiling():
+        stacked_weights = compute_stacked_weights(weight_fn, microbatches)
+        counts = sum_stacked_weights(stacked_weights.batch)
+        return WeightedMicrobatches(microbatches, stacked_weights, counts)
     if isinstance(microbatches, PreweightedMicrobatches):
         weights = [*microbatches.weights(weight_fn)]
     else:
@@ -98,6 +104,22 @@ def with_weights(
         for microbatch in microbatches:
             weights.append(compute_weights(weight_fn, microbatch))
     return WeightedMicrobatches(microbatches, weights, sum_weights(weights))
+
+
+def compute_stacked_weights(weight_fn: WeightFn, microbatches: Stacked) -> Stacked:
+    """Computes the weights of all microbatches at once, for a compiler.
+
+    A loop over them would be compiled anew for each number of microbatches.
+
+    >>> compute_stacked_weights(torch.sign, Stacked(torch.tensor([[2.0, 0.0]]))).batch
+    tensor([[1., 0.]])
+    """
+    leaves, spec = tree.flatten(microbatches.batch)
+
+    def weigh(*leaves: Tensor) -> Tensor:
+        return compute_weights(weight_fn, tree.unflatten(spec, leaves))
+
+    return Stacked(torch.vmap(weigh)(*leaves))
 
 
 def count_tokens(
@@ -147,6 +169,17 @@ def sum_weights(weights: Sequence[Tensor]) -> TokenCounts:
         return TokenCounts(tokens[0], count_nonzero(tokens[0]))
     stacked = torch.stack(tokens)
     return TokenCounts(stacked.sum(), count_nonzero(stacked))
+
+
+def sum_stacked_weights(weights: Tensor) -> TokenCounts:
+    """Sums weights of a stacked group, as ``sum_weights`` does.
+
+    >>> sum_stacked_weights(torch.tensor([[0.5, 0.25], [0.0, 0.0]]))
+    TokenCounts(num_tokens=tensor(0.7500, dtype=torch.float64), num_microbatches=tensor(1))
+    """
+    dtype = torch.float64 if weights.is_floating_point() else torch.int64
+    tokens = rearrange(weights, "k ... -> k (...)").sum(1, dtype=dtype)
+    return TokenCounts(tokens.sum(), count_nonzero(tokens))
 
 
 def check_count(counts: TokenCounts) -> None:

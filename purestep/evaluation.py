@@ -129,7 +129,8 @@ def _forward_group(
     aux: Tree = ()
     # Not by zip, whose tuple would keep a microbatch alive while the next one is made.
     microbatches = iter(group.microbatches)
-    for weights in group.weights:
+    no_weights = [None] * len(group.microbatches)
+    for weights in group.weights or no_weights:
         data, is_recorded = detach_data(next(microbatches), is_recorded)
         with profiler_range("purestep.microbatch"):
             weighted = _detach_unless_transformed(

@@ -176,7 +176,7 @@ def make_update_step(
                 session.params_for_loss(params),
                 group,
                 weight_fn=weight_fn,
-                total=total if normalize == "loss" else None,
+                divisors=denominators(total) if normalize == "loss" else None,
                 accum_dtype=accum_dtype,
                 on_grad_ready=on_grad_ready,
                 needs_checks=is_first,
@@ -257,8 +257,8 @@ def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
         _, spec = tree.flatten(params)
         if spec in seen_specs.get((rank, _NO_AXES), ()):
             return False
-        place = place_of(rank, tree.shard_specs(spec))
-        return spec not in seen_specs.get(place, ())
+        key = place_of(rank, tree.shard_specs(spec))
+        return spec not in seen_specs.get(key, ())
     return True
 
 
@@ -278,8 +278,8 @@ def _check_inputs(
 def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:
     """Remembers the containers of params that are checked."""
     _, spec = tree.flatten(params)
-    place = place_of(rank, tree.shard_specs(spec))
-    seen_specs.setdefault(place, deque(maxlen=8)).append(spec)
+    key = place_of(rank, tree.shard_specs(spec))
+    seen_specs.setdefault(key, deque(maxlen=8)).append(spec)
 
 
 def finish_step(

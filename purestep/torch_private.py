@@ -83,6 +83,25 @@ def check_inference_mode() -> None:
         )
 
 
+# Loops that a compiler does not unroll.
+
+scan: Callable[..., tuple[Any, Any]] = _private("_higher_order_ops.scan")
+"""``scan(fn, init, xs)``: a loop over dimension 0 of ``xs``, which hands ``init`` on.
+
+``torch.while_loop`` is public, but inductor fails on a loop whose sizes vary (torch 2.13), and its
+results must be known beforehand.
+"""
+
+
+def let_length_vary(tensor: Tensor) -> None:
+    """Tells the compiler that the size of dimension 0 varies, and that the others do not."""
+    import torch._dynamo  # It takes a second.
+
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    for dim in range(1, tensor.ndim):
+        torch._dynamo.mark_static(tensor, dim)
+
+
 # Reverse mode: autograd adds gradients to their sums, on leaves made for one microbatch.
 
 run_backward: Callable[..., Any] = _private("autograd.graph._engine_run_backward")

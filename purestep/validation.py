@@ -8,6 +8,7 @@ Cheap checks run at every step. Others run at the first update with params of a 
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, get_args
 
 import torch
@@ -257,20 +258,16 @@ def _path_of(params: Params, position: int) -> str:
     return tree.paths(params, "params")[position]
 
 
-def version_counters(leaves: Sequence[Tensor]) -> list[int]:
-    """Returns how often each leaf was written to; no numbers where torch does not count.
+@contextmanager
+def forbid_writes(params: Params, leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Raises at the end of the context if the loss has written to params.
 
     Tensors of inference mode have no versions, nor have those of a transform or a compiler.
     """
-    if not tree.is_plain_eager() or any(leaf.is_inference() for leaf in leaves):
-        return []
-    return [version_counter(leaf) for leaf in leaves]
-
-
-def check_not_mutated(
-    params: Params, leaves: Sequence[Tensor], versions: Sequence[int]
-) -> None:
-    """Raises if the loss has written to params since they had these versions."""
+    versions: list[int] = []
+    if tree.is_plain_eager() and not any(leaf.is_inference() for leaf in leaves):
+        versions = [version_counter(leaf) for leaf in leaves]
+    yield
     for position, before in enumerate(versions):
         if version_counter(leaves[position]) != before:
             raise ValueError(

@@ -55,6 +55,8 @@ class Program:
         self, axis: Any, params: Any, opt_state: Any, microbatches: list[Batch]
     ) -> Any:
         """Returns the full state, the metrics, and the metrics of the evaluation."""
+        if self.setup.stacks:
+            microbatches = stack_if_alike(microbatches)
         step_axis = axis.both if isinstance(axis, Grid) else axis
         options: dict[str, Any] = {"weight_fn": self.weight_fn, "axis": step_axis}
         loss_fn = self.loss_fn
@@ -97,12 +99,14 @@ class Program:
         """Returns the step, which asserts that it leaves its inputs alone, or donates the params' memory."""
 
         def checked(*inputs: Any) -> Any:
+            params, opt_state, microbatches = inputs
+            inputs = params, opt_state, [*microbatches]
             before = copy_state(inputs)
             input_addresses = addresses(inputs[:2])
             param_addresses = addresses(inputs[0])
             input_strides = strides(inputs[:2])
 
-            *state, metrics = step(*inputs)
+            *state, metrics = step(params, opt_state, microbatches)
 
             if self.setup.settings.get("donate"):
                 same_memory = addresses(state[0]) == param_addresses
@@ -116,6 +120,12 @@ class Program:
             return *state, metrics
 
         return checked
+
+
+def stack_if_alike(microbatches: Any) -> Any:
+    """Stacks microbatches of equal shapes to one tree; returns others as they are."""
+    shapes = {tuple(leaf.shape for leaf in tree.leaves(part)) for part in microbatches}
+    return ps.stack(microbatches) if len(shapes) == 1 else microbatches
 
 
 def addresses(state: Any) -> list[int]:

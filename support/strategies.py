@@ -400,6 +400,7 @@ class Setup(NamedTuple):
     """Says how a step is taken: on which ranks, on full params or shards, and with which settings.
 
     Shards are cut over an axis of ranks, or over the rows of a grid, and padded to a multiple of ranks.
+    If ``stacks``, a group whose microbatches have equal shapes comes in one tree.
     """
 
     axis: Axis
@@ -407,6 +408,7 @@ class Setup(NamedTuple):
     gather: str = ""
     grid: tuple[int, int] = (0, 1)
     bucket_bytes: int = 40
+    stacks: bool = False
 
     def with_settings(self, **settings: Any) -> "Setup":
         """Replaces some settings."""
@@ -442,7 +444,8 @@ def choose_setup(
     gather = choose.choice(gathers) if axis != "one" else ""
     grid = choose.choice(grids) if axis == "threads" and gather else (0, 1)
     bucket_bytes = choose.choice([8, 40, 1 << 20])
-    return Setup(axis, settings, gather, grid, bucket_bytes)
+    stacks = choose.choice([False, True])
+    return Setup(axis, settings, gather, grid, bucket_bytes, stacks)
 
 
 StepCase = tuple[Case, Setup, Groups]

@@ -70,7 +70,7 @@ def test_a_leaf_with_two_gradients_in_one_pass_is_refused_over_ranks() -> None:
             W,
             with_weights(GROUP, weigh_by_one),
             weight_fn=weigh_by_one,
-            total=None,
+            divisors=None,
             on_grad_ready=buckets.ready,
         )
 

@@ -137,7 +137,7 @@ def test_a_sum_that_is_ready_is_taken(dtype: torch.dtype, accum_dtype: Any) -> N
             params,
             with_weights(group, weigh_by_one),
             weight_fn=weigh_by_one,
-            total=None,
+            divisors=None,
             accum_dtype=accum_dtype,
         )
         seen.clear()

@@ -18,6 +18,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from purestep.stacked import Stacked
 from purestep.torch_private import forward_level, has_transforms
 
 Compiler: TypeAlias = Callable[..., Callable[..., Any]]
@@ -72,7 +73,16 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
         options |= cpu.inductor_options()
     if settings.get("mode") is None:
         settings["options"] = options | (settings.get("options") or {})
-    return torch.compile(_with_own_cache(function), **settings)
+    graph = torch.compile(_with_own_cache(function), **settings)
+
+    @functools.wraps(graph)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for arg in (*args, *kwargs.values()):
+            if type(arg) is Stacked:
+                arg.let_length_vary()
+        return graph(*args, **kwargs)
+
+    return run
 
 
 def drop_library_guards(guards: Sequence[Any]) -> list[bool]:

@@ -26,6 +26,7 @@ from purestep.grads.backends import GradBackends, make_backends
 from purestep.grads.grad_and_value import grad_and_value
 from purestep.grads.inplace import zeros_for_missing
 from purestep.grads.microbatch import GradAccumulator, MicrobatchInputs
+from purestep.grads.scan import is_scanned, scan_group
 from purestep.objective import denominators
 from purestep.torch_private import is_profiling
 from purestep.tree import accumulation_dtype
@@ -89,13 +90,13 @@ def accumulate(
     """
     group = microbatches
     if not isinstance(group, WeightedMicrobatches):
-        group = WeightedMicrobatches(group, [None] * len(group), None)
+        group = WeightedMicrobatches(group, None, None)
     return accumulate_group(
         make_backends(loss_fn, grad_and_value),
         params,
         group,
         weight_fn=weight_fn,
-        total=total,
+        divisors=None if total is None else denominators(total),
         accum_dtype=accum_dtype,
     )
 
@@ -106,28 +107,32 @@ def accumulate_group(
     group: WeightedMicrobatches,
     *,
     weight_fn: WeightFn | None,
-    total: TokenCounts | None,
+    divisors: TokenCounts | None,
     accum_dtype: torch.dtype | None = None,
     on_grad_ready: GradHook | None = None,
     needs_checks: bool = True,
 ) -> GradSums:
     """Sums loss and gradients of a group by the backends of its loss, as ``accumulate`` says.
 
+    ``divisors`` are the ``denominators`` of the counts of all ranks; None: plain sums.
     ``on_grad_ready`` takes each leaf's sum during the last backward pass. ``needs_checks`` looks
     for a loss that writes to params, or that recomputes with other parameters.
     """
+    if torch.compiler.is_dynamo_compiling() and is_scanned(group, params):
+        return scan_group(
+            backends, params, group, weight_fn, divisors, accum_dtype=accum_dtype
+        )
     leaves, spec = tree.flatten(params)
     dtypes = []
     for leaf in leaves:
         dtypes.append(accum_dtype or accumulation_dtype(leaf.dtype))
     accumulator = GradAccumulator([None] * len(leaves), dtypes)
-    divisors = None if total is None else denominators(total)
     is_recorded = not tree.is_plain_eager() or tree.leaves_require_grad(
-        [*leaves, *(total or ())]
+        [*leaves, *(divisors or ())]
     )
     if is_recorded:
         validation.check_no_grad_leaves(params, leaves)
-    versions = validation.version_counters(leaves) if needs_checks else []
+    watch = validation.forbid_writes(params, leaves) if needs_checks else nullcontext()
 
     losses: list[Tensor] = []
     used_weights: list[Tensor] = []
@@ -135,35 +140,37 @@ def accumulate_group(
     depends_on_params = False
     # Not by zip, whose tuple would keep a microbatch alive while the next one is made.
     microbatches = iter(group.microbatches)
-    for index, weights in enumerate(group.weights):
-        microbatch = next(microbatches)
-        if weights is None and weight_fn is not None:
-            weights = compute_weights(weight_fn, microbatch)
-        data, is_recorded = detach_data(microbatch, is_recorded)
-        inputs = MicrobatchInputs(leaves, spec, data, weights, divisors, needs_checks)
-        grad_fn = backends.recorded if is_recorded else backends.plain
-        with profiler_range("purestep.microbatch"):
-            result = grad_fn(
-                inputs,
-                accumulator,
-                on_grad_ready if index + 1 == len(group.weights) else None,
-            )
-        losses.append(result.loss)
-        if group.counts is None:
-            used_weights.append(result.weights)
-        if not tree.is_empty(result.aux):
-            aux = add_aux(aux, result.aux)
-        depends_on_params = depends_on_params or result.depends_on_params
-        # Its memory is free before the sequence makes the next one.
-        del microbatch, weights, data, inputs, result
+    with watch:
+        for index, weights in enumerate(
+            group.weights or [None] * len(group.microbatches)
+        ):
+            microbatch = next(microbatches)
+            if weights is None and weight_fn is not None:
+                weights = compute_weights(weight_fn, microbatch)
+            data, is_recorded = detach_data(microbatch, is_recorded)
+            grad_fn = backends.recorded if is_recorded else backends.plain
+            with profiler_range("purestep.microbatch"):
+                result = grad_fn(
+                    MicrobatchInputs(
+                        leaves, spec, data, weights, divisors, needs_checks
+                    ),
+                    accumulator,
+                    on_grad_ready if index + 1 == len(group.microbatches) else None,
+                )
+            losses.append(result.loss)
+            if group.counts is None:
+                used_weights.append(result.weights)
+            if not tree.is_empty(result.aux):
+                aux = add_aux(aux, result.aux)
+            depends_on_params = depends_on_params or result.depends_on_params
+            # Its memory is free before the sequence makes the next one.
+            del microbatch, weights, data, result
 
     if next(microbatches, None) is not None:
         raise validation.wrong_length_error(group.microbatches)
     counts = group.counts or sum_weights(used_weights)
     if losses and not depends_on_params and has_tokens(counts):
         raise validation.no_dependence_error()
-    if versions:
-        validation.check_not_mutated(params, leaves, versions)
     return GradSums(
         grads=tree.unflatten(
             spec, zeros_for_missing(accumulator, leaves, clone=is_recorded)

@@ -47,9 +47,9 @@ def functional_backward(
 
     ``copy`` clones what ``grads_of`` may keep: a compiler writes to its results in the next call.
     """
-    run = graph.compile_or_fall_back(
-        functools.partial(microbatch_grads, loss_fn, grads_of), compile_
-    )
+    differentiate = functools.partial(microbatch_grads, loss_fn, grads_of)
+    run = graph.compile_or_fall_back(differentiate, compile_)
+    run_in_scan = functools.partial(differentiate, in_scan=True)
 
     def grad_fn(
         inputs: MicrobatchInputs,
@@ -58,7 +58,8 @@ def functional_backward(
     ) -> MicrobatchResult:
         params = tree.unflatten(inputs.spec, inputs.leaves)
         result: MicrobatchResult
-        grads, result = run(
+        run_here = run_in_scan if inputs.in_scan else run
+        grads, result = run_here(
             params, inputs.microbatch, inputs.weights, inputs.denominators
         )
         tensors = tree.leaves(
@@ -79,6 +80,8 @@ def microbatch_grads(
     microbatch: Microbatch,
     weights: Tensor | None,
     denominators: TokenCounts | None,
+    *,
+    in_scan: bool = False,
 ) -> tuple[list[Tensor], MicrobatchResult]:
     """Returns the gradients of a microbatch's part of the loss, with their graph."""
     leaves, spec = tree.flatten(params)
@@ -88,8 +91,8 @@ def microbatch_grads(
     def value_and_aux(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
         nonlocal depends_on_params, aux_spec
         params = tree.unflatten(spec, tree.views_for_dynamo(leaves))
-        is_traced = torch.compiler.is_dynamo_compiling()
-        with graph.LetSizesVary() if is_traced else nullcontext():
+        enters_mode = torch.compiler.is_dynamo_compiling() and not in_scan
+        with graph.LetSizesVary() if enters_mode else nullcontext():
             weighted = forward_microbatch(
                 loss_fn, params, microbatch, weights, denominators
             )

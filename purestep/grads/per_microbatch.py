@@ -85,9 +85,10 @@ def pad_microbatches(
         last = group.microbatches[-1]
         padding = Repeated(last)
         weights = torch.zeros_like(compute_weights(weight_fn, last))
+    present = group.weights or [None] * len(group.microbatches)
     return WeightedMicrobatches(
         [*group.microbatches, *[padding] * num_missing],
-        [*group.weights, *[weights] * num_missing],
+        [*present, *[weights] * num_missing],
         group.counts,
     )
 

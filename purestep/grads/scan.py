@@ -1,0 +1,90 @@
+"""Gradients of a stacked group where a compiler traces: one body for any number of microbatches.
+
+    totals, losses = scan((totals, m) ↦ (totals + ∇Lₘ(θ), Lₘ(θ)), 0, microbatches)
+
+The loop of ``accumulate_group`` would be unrolled: compiled anew for each number of microbatches,
+in a time that grows with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purestep import tree, validation
+from purestep.counts import WeightedMicrobatches, compute_weights, sum_weights
+from purestep.grads.backends import GradBackends
+from purestep.grads.microbatch import GradAccumulator, MicrobatchInputs
+from purestep.stacked import Stacked
+from purestep.torch_private import count_nonzero, scan
+from purestep.tree import accumulation_dtype
+from purestep.types import GradSums, Params, TokenCounts, WeightFn
+
+
+def is_scanned(group: WeightedMicrobatches, params: Params) -> bool:
+    """Returns whether a compiler makes one body of the microbatches of a group that it traces.
+
+    One microbatch is no loop, and what autograd or a transform follows is unrolled.
+    """
+    microbatches = group.microbatches
+    if not isinstance(microbatches, Stacked) or len(microbatches) == 1:
+        return False
+    return not tree.may_be_differentiated(tree.leaves((params, microbatches.batch)))
+
+
+def scan_group(
+    backends: GradBackends,
+    params: Params,
+    group: WeightedMicrobatches,
+    weight_fn: WeightFn | None,
+    divisors: TokenCounts | None,
+    *,
+    accum_dtype: torch.dtype | None,
+) -> GradSums:
+    """Sums loss and gradients of a stacked group, as ``accumulate_group`` does."""
+    leaves, spec = tree.flatten(params)
+    dtypes = [accum_dtype or accumulation_dtype(leaf.dtype) for leaf in leaves]
+    microbatches: Any = group.microbatches
+    weights: Any = group.weights
+    # Where the step counts, the weights of all microbatches are there, stacked like these.
+    rows = microbatches.batch, weights.batch if weights else ()
+    row_leaves, row_spec = tree.flatten(rows)
+
+    def add_microbatch(totals: list[Tensor], row: list[Tensor]) -> tuple[Any, Any]:
+        microbatch, row_weights = tree.unflatten(row_spec, row)
+        if not weights:
+            row_weights = weight_fn and compute_weights(weight_fn, microbatch)
+        inputs = MicrobatchInputs(
+            leaves, spec, microbatch, row_weights, divisors, in_scan=True
+        )
+        accumulator = GradAccumulator([*totals], dtypes)
+        result = backends.recorded(inputs, accumulator, None)
+        if not result.depends_on_params:
+            raise validation.no_dependence_error()
+        num_tokens = sum_weights([result.weights]).num_tokens
+        # What a body returns must share no memory with what it takes.
+        outputs = tree.map(torch.clone, (result.loss, num_tokens, result.aux))
+        return accumulator.values, outputs
+
+    zeros = []
+    for leaf, dtype in zip(leaves, dtypes, strict=True):
+        zeros.append(torch.zeros_like(leaf, dtype=dtype))
+    totals, (losses, num_tokens, aux) = scan(add_microbatch, zeros, row_leaves)
+    counts = TokenCounts(num_tokens.sum(), count_nonzero(num_tokens))
+    return GradSums(
+        grads=tree.unflatten(spec, totals),
+        loss=losses.sum(0, dtype=torch.float64).to(losses.dtype),
+        counts=group.counts or counts,
+        aux=tree.map(sum_rows, aux),
+    )
+
+
+def sum_rows(rows: Tensor) -> Tensor:
+    """Sums over the microbatches, in the dtype in which ``LossOutput.aux`` is summed.
+
+    >>> sum_rows(torch.tensor([[True, False], [True, True]]))
+    tensor([2, 1])
+    """
+    return rows.sum(0, dtype=accumulation_dtype(rows.dtype))

@@ -1,0 +1,188 @@
+"""Tests stacked groups: as sequences, as microbatches of a step, and in one compiled graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import purestep as ps
+from purestep import tree
+from purestep.stacked import Stacked
+from support.optimizers import CAPTURE
+from support.strategies import assert_same
+
+OPTIMIZER = ps.optim.adamw(0.1)
+PARAMS = {"w": torch.tensor([[1.0, -2.0, 0.5], [0.5, 1.0, -1.0]]), "b": torch.ones(2)}
+
+
+def make_group(length: int, num_rows: int = 4) -> list[dict[str, Tensor]]:
+    """Makes microbatches of different numbers of tokens."""
+    generator = torch.Generator().manual_seed(length)
+    group = []
+    for index in range(length):
+        labels = torch.arange(num_rows)
+        labels[: index % 3] = -100
+        x = torch.randn(num_rows, 5, 3, generator=generator)
+        key = torch.tensor(10 * length + index)
+        group.append({"x": x, "labels": labels, "key": key})
+    return group
+
+
+def loss_fn(params: Any, microbatch: Any) -> Tensor:
+    output = functional.linear(microbatch["x"], params["w"], params["b"])
+    return output.square().sum((1, 2))
+
+
+def test_a_stacked_group_is_a_sequence_of_its_microbatches() -> None:
+    group = make_group(3)
+    stacked = ps.stack(group)
+    assert len(stacked) == 3
+    assert ps.stack(stacked) is stacked
+    assert_same([*stacked], group)
+    assert_same(stacked[-1], group[-1])
+    assert isinstance(stacked[1:], Stacked)
+    assert_same([*stacked[1:]], group[1:])
+    with pytest.raises(IndexError):
+        stacked[3]
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "text"),
+    [
+        ([], "an empty list"),
+        (
+            [{"x": torch.ones(2)}, {"x": torch.ones(3)}],
+            r"microbatches\[1\]\['x'\] is torch.float32 of shape \(3,\)",
+        ),
+        ([torch.ones(2), torch.ones(2).double()], "one dtype and shape"),
+        ([{"x": torch.ones(2)}, {"y": torch.ones(2)}], "give all of them the same"),
+        ([{"x": 1}, {"x": 1}], "int, no tensor"),
+    ],
+)
+def test_microbatches_that_differ_are_not_stacked(microbatches: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ps.stack(microbatches)
+
+
+@pytest.mark.parametrize(
+    "batch", [{}, {"x": torch.ones(2), "y": torch.ones(3)}, torch.ones(()), {"x": 1}]
+)
+def test_leaves_that_count_other_microbatches_are_refused(batch: Any) -> None:
+    with pytest.raises(ValueError, match="Stacked: "):
+        Stacked(batch)
+
+
+def test_a_step_takes_a_stacked_group_like_the_list() -> None:
+    group = make_group(3)
+    state = PARAMS, OPTIMIZER.init(PARAMS)
+    step = ps.make_update_step(loss_fn, OPTIMIZER)
+    assert_same(step(*state, ps.stack(group)), step(*state, group))
+    evaluate = ps.make_eval_step(loss_fn)
+    assert_same(evaluate(PARAMS, ps.stack(group)), evaluate(PARAMS, group))
+    for prefetched in ps.prefetch([ps.stack(group)], "cpu"):
+        assert_same(step(*state, prefetched), step(*state, group))
+
+
+def own_terms(params: Any, microbatch: Any) -> ps.LossOutput:
+    """Returns weights, and sums for the metrics."""
+    losses = loss_fn(params, {"x": microbatch["x"].bfloat16()})
+    weights = (microbatch["labels"] != -100).half() / 2
+    aux = {"sum": losses.detach().sum(), "first": [microbatch["labels"][1]]}
+    return ps.LossOutput(losses, weights=weights, aux=aux)
+
+
+class Layer(nn.Module):
+    """A linear layer with a buffer and dropout."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.dropout = nn.Dropout(1e-30)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.dropout(self.linear(x)) * self.scale
+        return output
+
+
+MODULE_PARAMS, apply_module = ps.from_module(Layer())
+
+
+def module_terms(params: Any, microbatch: Any) -> ps.LossOutput:
+    """Draws by a key, rounds by autocast, and adds a term of the microbatch."""
+    x = microbatch["x"]
+    keep = ps.random.uniform(microbatch["key"], x.shape) < 0.5
+    with torch.autocast("cpu", torch.bfloat16):
+        output = apply_module(params, x * keep).float()
+    term = params["linear.weight"].square().sum()
+    return ps.LossOutput(output.square().sum((1, 2)), microbatch_loss=term)
+
+
+def weigh_thirds(microbatch: Any) -> Tensor:
+    return (microbatch["labels"] >= 0) / 3
+
+
+CASES: dict[str, Any] = {
+    "own terms": (
+        tree.map(Tensor.bfloat16, PARAMS),
+        own_terms,
+        {"weight_fn": None, "normalize": "grads"},
+    ),
+    "a module": (
+        MODULE_PARAMS,
+        module_terms,
+        {"weight_fn": weigh_thirds, "on_nonfinite": "skip"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_graph_serves_all_numbers_of_microbatches(case: str) -> None:
+    """Each shape of microbatch has a graph."""
+    params, loss, settings = CASES[case]
+    num_graphs = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph.forward
+
+    step = ps.make_update_step(loss, CAPTURE, **settings)
+    compiled = ps.compile(step, fullgraph=True, backend=count)
+    # torch.func's reverse mode runs the operations of the graph, one by one.
+    eager = ps.make_update_step(
+        loss, CAPTURE, grad_and_value=torch.func.grad_and_value, **settings
+    )
+    state = params, CAPTURE.init(params)
+    for length, num_rows in [(2, 4), (3, 4), (2, 6), (7, 6), (5, 4)]:
+        group = make_group(length, num_rows)
+        _, grads, metrics = compiled(*state, ps.stack(group))
+        _, expected_grads, expected = eager(*state, group)
+        assert_same(grads, expected_grads)
+        # The norm is another kernel.
+        assert_same(metrics._replace(grad_norm=expected.grad_norm), expected)
+    assert num_graphs == 2
+
+
+def test_a_transform_around_a_compiled_step_unrolls_the_group() -> None:
+    step = ps.make_update_step(loss_fn, OPTIMIZER)
+    members = tree.map(lambda leaf: torch.stack([leaf, 2 * leaf]), PARAMS)
+    group = make_group(2)
+
+    def ensemble(members: Any, group: Any) -> Any:
+        def member_step(params: Any) -> Any:
+            return step(params, OPTIMIZER.init(params), group)
+
+        return torch.vmap(member_step)(members)
+
+    compiled = ps.compile(ensemble, fullgraph=True, backend="eager")
+    actual = compiled(members, ps.stack(group))
+    for leaf, other in zip(
+        tree.leaves(actual), tree.leaves(ensemble(members, group)), strict=True
+    ):
+        torch.testing.assert_close(leaf, other)
