@@ -130,7 +130,7 @@ def _forward_group(
     # Not by zip, whose tuple would keep a microbatch alive while the next one is made.
     microbatches = iter(group.microbatches)
     no_weights = [None] * len(group.microbatches)
-    for weights in group.weights or no_weights:
+    for weights in no_weights if group.weights is None else group.weights:
         data, is_recorded = detach_data(next(microbatches), is_recorded)
         with profiler_range("purestep.microbatch"):
             weighted = _detach_unless_transformed(

@@ -49,12 +49,14 @@ def scan_group(
     microbatches: Any = group.microbatches
     weights: Any = group.weights
     # Where the step counts, the weights of all microbatches are there, stacked like these.
-    rows = microbatches.batch, weights.batch if weights else ()
+    # Not by truth: torch 2.11's compiler takes a stacked group for empty.
+    has_weights = weights is not None
+    rows = microbatches.batch, weights.batch if has_weights else ()
     row_leaves, row_spec = tree.flatten(rows)
 
     def add_microbatch(totals: list[Tensor], row: list[Tensor]) -> tuple[Any, Any]:
         microbatch, row_weights = tree.unflatten(row_spec, row)
-        if not weights:
+        if not has_weights:
             row_weights = weight_fn and compute_weights(weight_fn, microbatch)
         inputs = MicrobatchInputs(
             leaves, spec, microbatch, row_weights, divisors, in_scan=True
