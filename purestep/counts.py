@@ -87,7 +87,7 @@ def with_weights(
         raise TypeError(
             f"microbatches must be a sequence of microbatches, got {type(microbatches).__name__}: "
             "cut a stacked batch with ps.split(batch, k), wrap a single microbatch in a list, and "
-            "gather an iterator into one"
+            "gather an iterator into one (ps.stack makes one tree of a list)"
         )
     if weight_fn is None:
         return WeightedMicrobatches(microbatches, None, None)
