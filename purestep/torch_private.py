@@ -110,6 +110,14 @@ run_backward: Callable[..., Any] = _private("autograd.graph._engine_run_backward
 It stays within the function modes of the caller, which the public function leaves.
 """
 
+autograd_grad: Callable[..., Sequence[Tensor]] = _private(
+    "_functorch.eager_transforms._autograd_grad"
+)
+"""``torch.autograd.grad``, which a compiler traces without a setting. Zeros stand for None."""
+
+TRACES_AUTOGRAD = not _TORCH_2_11
+"""Whether a trace may make leaves, which ``autograd_grad`` needs."""
+
 _saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 
 

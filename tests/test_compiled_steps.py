@@ -146,7 +146,24 @@ def dropped(params: Any, m: Any) -> Tensor:
     return functional.dropout(losses, 1.0) + losses
 
 
+@torch.library.custom_op("purestep_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    """Has a backward pass for autograd, and none for ``torch.func``, as those of Mixtral."""
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, grad: doubled(grad))
+
+
+def with_own_operation(params: Any, m: Any) -> Tensor:
+    return loss_fn(tree.map(doubled, params), m)
+
+
 SIZES = [[make_batch(size, 4)] for size in (2, 5, 3, 7)]
+IN_WHOLE_STEPS = [unflattened, dropped]
+if torch.__version__ >= "2.12":  # The trace of 2.11 makes no leaves.
+    IN_WHOLE_STEPS += [branching_by_cond, checkpointed, with_own_operation]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +175,7 @@ SIZES = [[make_batch(size, 4)] for size in (2, 5, 3, 7)]
         (dropped, "eager"),
         (checkpointed, "eager"),
         (checkpointed, "aot_eager"),
+        (with_own_operation, "aot_eager"),
     ],
 )
 def test_what_torch_compiles_is_compiled(loss: Any, backend: str) -> None:
@@ -178,12 +196,31 @@ def test_what_torch_compiles_is_compiled(loss: Any, backend: str) -> None:
     assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("loss", [unflattened, dropped], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", IN_WHOLE_STEPS, ids=lambda loss: loss.__name__)
 def test_what_torch_compiles_is_compiled_in_a_whole_step(loss: Any) -> None:
     compiled = ps.compile(make_step(ADAM, loss), fullgraph=True, backend="eager")
     assert_close(
         run_steps(compiled, ADAM, SIZES), run_steps(make_step(ADAM, loss), ADAM, SIZES)
     )
+
+
+def test_no_body_of_a_loop_runs_a_step() -> None:
+    """There autograd would silently give zeros: the compiler takes its operations below it."""
+    step = make_step(ADAM)
+    params = initial_params()
+    opt_state = ADAM.init(params)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step_or_stay(is_wanted: Tensor) -> Tensor:
+        w: Tensor = torch.cond(
+            is_wanted,
+            lambda: step(params, opt_state, GROUPS[0])[0]["w"],
+            lambda: params["w"].clone(),
+        )
+        return w
+
+    with pytest.raises(Exception, match=r"torch\.cond"):
+        step_or_stay(torch.tensor(True))
 
 
 def test_errors_of_the_loss_come_through() -> None:

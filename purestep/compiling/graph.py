@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from purestep.stacked import Stacked
 from purestep.torch_private import forward_level, has_transforms
@@ -264,6 +264,15 @@ def _compile_fully(
     if callable(compile_):
         return compile_(_with_own_cache(function), **settings)
     return compile(function, options={"guard_filter_fn": drop_guards}, **settings)
+
+
+def refuse_bodies() -> None:
+    """Fails to compile in a body, as of ``torch.cond``, where autograd silently gives zeros.
+
+    The compiler takes a body's operations below autograd. No body may enter a mode.
+    """
+    with BaseTorchFunctionMode():
+        pass
 
 
 class LetSizesVary(TorchFunctionMode):

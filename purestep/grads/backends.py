@@ -1,8 +1,8 @@
 """The gradient backends of a loss: one for a plain step, one where anything is recorded.
 
     inplace_backward      autograd's own pass, which adds gradients to their sums as it runs
-    functional_backward   torch.func.vjp, under transforms and wherever a step is recorded; or the
-                          user's ``grad_and_value``
+    functional_backward   torch.func.vjp, under transforms and wherever a step is recorded;
+                          autograd, where a compiler traces; or the user's ``grad_and_value``
     compiled_backward     one graph of forward pass, backward pass and sums
 
 All differentiate the same part of the loss, and have the same signature.
@@ -15,7 +15,11 @@ from typing import NamedTuple
 from purestep import validation
 from purestep.compiling import Compiler
 from purestep.grads.compiled import compiled_backward
-from purestep.grads.functional import from_user_grad_and_value, functional_backward
+from purestep.grads.functional import (
+    from_user_grad_and_value,
+    functional_backward,
+    in_graphs,
+)
 from purestep.grads.grad_and_value import grad_and_value as default_grad_and_value
 from purestep.grads.inplace import inplace_backward, vjp_grads
 from purestep.grads.microbatch import GradFn
@@ -23,10 +27,12 @@ from purestep.types import GradAndValue, LossFn
 
 
 class GradBackends(NamedTuple):
-    """How a plain step differentiates, and one that is transformed or recorded."""
+    """How a plain step differentiates, and one that is transformed, recorded or compiled."""
 
     plain: GradFn
     recorded: GradFn
+    scanned: GradFn
+    """In the body of a compiled loop, which enters no mode, and where autograd gives zeros."""
 
 
 def make_backends(
@@ -36,9 +42,11 @@ def make_backends(
     validation.check_callable("grad_and_value", grad_and_value)
     if grad_and_value is not default_grad_and_value:
         grads_of = from_user_grad_and_value(grad_and_value)
-        users = functional_backward(loss_fn, grads_of, compile_, copy=True)
-        return GradBackends(plain=users, recorded=users)
+        users = functional_backward(loss_fn, in_graphs(grads_of), compile_, copy=True)
+        scanned = functional_backward(loss_fn, grads_of, copy=True)
+        return GradBackends(users, users, scanned)
     plain = inplace_backward(loss_fn)
     if compile_ is not False:
         plain = compiled_backward(loss_fn, compile_)
-    return GradBackends(plain, functional_backward(loss_fn, vjp_grads))
+    recorded = functional_backward(loss_fn, in_graphs(vjp_grads, is_autograd=True))
+    return GradBackends(plain, recorded, functional_backward(loss_fn, vjp_grads))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.compiling import Compiler, graph
-from purestep.grads.functional import detach_results, microbatch_grads
+from purestep.grads.functional import detach_results, in_graphs, microbatch_grads
 from purestep.grads.inplace import clone_aliased, inplace_backward, vjp_grads
 from purestep.grads.microbatch import (
     GradAccumulator,
@@ -30,6 +30,8 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
     why, and the loss runs eagerly.
     """
 
+    grads_of = in_graphs(vjp_grads, is_autograd=True)
+
     def sum_grads(
         params: Tree,
         totals: list[Tensor] | None,
@@ -37,7 +39,7 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
         *microbatch: Any,
     ) -> tuple[list[Tensor], MicrobatchResult]:
         grads, result = detach_results(
-            *microbatch_grads(loss_fn, vjp_grads, params, *microbatch)
+            *microbatch_grads(loss_fn, grads_of, params, *microbatch)
         )
         new_totals = []
         if totals is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +21,11 @@ from purestep.grads.microbatch import (
     MicrobatchResult,
 )
 from purestep.objective import forward_microbatch, weighted_sum
-from purestep.torch_private import check_inference_mode
+from purestep.torch_private import (
+    TRACES_AUTOGRAD,
+    autograd_grad,
+    check_inference_mode,
+)
 from purestep.types import (
     GradAndValue,
     GradHook,
@@ -49,7 +52,6 @@ def functional_backward(
     """
     differentiate = functools.partial(microbatch_grads, loss_fn, grads_of)
     run = graph.compile_or_fall_back(differentiate, compile_)
-    run_in_scan = functools.partial(differentiate, in_scan=True)
 
     def grad_fn(
         inputs: MicrobatchInputs,
@@ -58,8 +60,7 @@ def functional_backward(
     ) -> MicrobatchResult:
         params = tree.unflatten(inputs.spec, inputs.leaves)
         result: MicrobatchResult
-        run_here = run_in_scan if inputs.in_scan else run
-        grads, result = run_here(
+        grads, result = run(
             params, inputs.microbatch, inputs.weights, inputs.denominators
         )
         tensors = tree.leaves(
@@ -80,8 +81,6 @@ def microbatch_grads(
     microbatch: Microbatch,
     weights: Tensor | None,
     denominators: TokenCounts | None,
-    *,
-    in_scan: bool = False,
 ) -> tuple[list[Tensor], MicrobatchResult]:
     """Returns the gradients of a microbatch's part of the loss, with their graph."""
     leaves, spec = tree.flatten(params)
@@ -91,11 +90,9 @@ def microbatch_grads(
     def value_and_aux(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
         nonlocal depends_on_params, aux_spec
         params = tree.unflatten(spec, tree.views_for_dynamo(leaves))
-        enters_mode = torch.compiler.is_dynamo_compiling() and not in_scan
-        with graph.LetSizesVary() if enters_mode else nullcontext():
-            weighted = forward_microbatch(
-                loss_fn, params, microbatch, weights, denominators
-            )
+        weighted = forward_microbatch(
+            loss_fn, params, microbatch, weights, denominators
+        )
         loss = weighted_sum(weighted.terms, weighted.cotangents)
         depends_on_params = loss.requires_grad or not tree.leaves_require_grad(leaves)
         aux, aux_spec = tree.flatten(weighted.aux)
@@ -106,6 +103,43 @@ def microbatch_grads(
         loss, weights, tree.unflatten(aux_spec, aux), depends_on_params
     )
     return grads, result
+
+
+def in_graphs(grads_of: GradsOf, *, is_autograd: bool = False) -> GradsOf:
+    """Makes ``grads_of`` serve in a compiler's trace, too, at sizes that vary.
+
+    ``is_autograd``: it gives what autograd gives. Then autograd stands in the graph, since it takes
+    more operations: those of ``torch.library`` may have a backward pass that ``torch.func`` does
+    not take. Where further derivatives may be taken, ``grads_of`` stays.
+    """
+
+    def grads_in_graphs(
+        function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+        if not torch.compiler.is_dynamo_compiling():
+            return grads_of(function, leaves)
+        if is_autograd and TRACES_AUTOGRAD and not tree.may_be_differentiated(leaves):
+            return _traced_grads(function, leaves)
+
+        def function_at_any_size(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+            with graph.LetSizesVary():
+                return function(*leaves)
+
+        return grads_of(function_at_any_size, leaves)
+
+    return grads_in_graphs
+
+
+def _traced_grads(
+    function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Differentiates ``function(*leaves) -> (value, aux)`` by autograd, in a trace."""
+    graph.refuse_bodies()
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    with torch.enable_grad():
+        value, aux = function(*leaves)
+    grads = autograd_grad([value], leaves, create_graph=False)
+    return [*grads], value.detach(), tree.detach_leaves(aux)
 
 
 def from_user_grad_and_value(grad_and_value: GradAndValue) -> GradsOf:

@@ -23,8 +23,6 @@ class MicrobatchInputs(NamedTuple):
     """None: the results are plain sums."""
     needs_checks: bool = False
     """Whether to look for recomputation with other parameters, and for likely mistakes."""
-    in_scan: bool = False
-    """Whether a compiler traces it as the body of a loop, which may enter no mode."""
 
 
 class MicrobatchResult(NamedTuple):

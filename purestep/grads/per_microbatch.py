@@ -103,9 +103,7 @@ def gather_in_backends(backends: GradBackends, gather: Gather) -> GradBackends:
     if gather == "step":
         return backends
     wrap = _with_full_params if gather == "microbatch" else _with_check_of_grads
-    return GradBackends(
-        plain=partial(wrap, backends.plain), recorded=partial(wrap, backends.recorded)
-    )
+    return GradBackends(*(partial(wrap, grad_fn) for grad_fn in backends))
 
 
 def _with_check_of_grads(

@@ -58,11 +58,9 @@ def scan_group(
         microbatch, row_weights = tree.unflatten(row_spec, row)
         if not has_weights:
             row_weights = weight_fn and compute_weights(weight_fn, microbatch)
-        inputs = MicrobatchInputs(
-            leaves, spec, microbatch, row_weights, divisors, in_scan=True
-        )
+        inputs = MicrobatchInputs(leaves, spec, microbatch, row_weights, divisors)
         accumulator = GradAccumulator([*totals], dtypes)
-        result = backends.recorded(inputs, accumulator, None)
+        result = backends.scanned(inputs, accumulator, None)
         if not result.depends_on_params:
             raise validation.no_dependence_error()
         num_tokens = sum_weights([result.weights]).num_tokens
