@@ -91,7 +91,10 @@ def denominators(total: TokenCounts) -> TokenCounts:
     tensor(0.2500, dtype=torch.float64)
     """
     num_tokens = total.num_tokens
-    num_tokens = torch.where(num_tokens > 0, num_tokens, 1)
+    value = tree.concrete_scalar(num_tokens)
+    # The host does not compute what it can read: each small operation counts in a small step.
+    if value is None or not value > 0:
+        num_tokens = torch.where(num_tokens > 0, num_tokens, 1)
     return total._replace(num_tokens=num_tokens.to(torch.float64))
 
 

@@ -7,6 +7,7 @@ The sums run over all tokens of all microbatches on all ranks.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -293,8 +294,7 @@ def finish_step(
     donate: bool,
 ) -> tuple[ParamsT, StateT, StepMetrics]:
     """Measures the gradients of all ranks, and applies them if there is any token."""
-    # An N that has overflowed on a device, where the host cannot refuse it, is not applied.
-    applied = (total.num_tokens > 0) & total.num_tokens.isfinite()
+    applied = _has_valid_count(total.num_tokens)
     if skips_nonfinite:
         applied = applied & tree.all_finite(sums.grads)
     metrics = StepMetrics(
@@ -314,6 +314,17 @@ def finish_step(
     if may_require_grad and tree.can_write():
         metrics = tree.detach(metrics)
     return new_params, new_opt_state, metrics
+
+
+def _has_valid_count(num_tokens: Tensor) -> Tensor:
+    """Returns whether there is any token, and the host or a device could count them.
+
+    An N that overflows on a device, where the host cannot refuse it, is not applied.
+    """
+    value = tree.concrete_scalar(num_tokens)
+    if value is not None:
+        return torch.tensor(0 < value < math.inf)
+    return (num_tokens > 0) & num_tokens.isfinite()
 
 
 def apply_update(

@@ -173,14 +173,7 @@ def clone_aliased(
     And a ``torch.autograd.Function`` may return a param or data that it has saved: ``others``.
     Where there was a sum before, the gradient is added to it, so it is not new.
     """
-    addresses: list[int | None] = []
-    for tensor in [*others, *grads]:
-        address = None  # also of a subclass, which may hold its values elsewhere
-        if type(tensor) is Tensor:
-            # A device that computes later has none.
-            with suppress(RuntimeError, NotImplementedError):
-                address = tensor.untyped_storage().data_ptr()
-        addresses.append(address)
+    addresses = _storage_addresses([*others, *grads])
     num_others = len(addresses) - len(grads)
     used = {None, *addresses[:num_others]}
     for index, grad in enumerate(grads):
@@ -192,6 +185,26 @@ def clone_aliased(
         elif address in used or 0 in grad.stride():
             grads[index] = grad.clone()
         used.add(address)
+
+
+def _storage_addresses(tensors: Sequence[Any]) -> list[int | None]:
+    """Returns where the values of each tensor lie; None where that is not known.
+
+    A subclass may hold its values elsewhere, and a device that computes later has none yet.
+    """
+    # By map: a step of one microbatch asks of all params, gradients and data.
+    if {*map(type, tensors)} == {Tensor}:
+        with suppress(RuntimeError, NotImplementedError):
+            storages = map(Tensor.untyped_storage, tensors)  # as above
+            return [*map(torch.UntypedStorage.data_ptr, storages)]
+    addresses = []
+    for tensor in tensors:
+        address = None
+        if type(tensor) is Tensor:
+            with suppress(RuntimeError, NotImplementedError):
+                address = tensor.untyped_storage().data_ptr()
+        addresses.append(address)
+    return addresses
 
 
 def zeros_for_missing(

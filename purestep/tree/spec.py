@@ -61,8 +61,9 @@ def _rebuild(spec: TreeSpec, leaves: Iterator[Any], *, pruned: bool = False) -> 
 def shard_specs(spec: TreeSpec) -> ShardSpecs:
     """Returns how each leaf of a tree is sharded; ``()`` if none is."""
     if hasattr(spec, "walk"):
-        # A step asks several times, so the usual answer, that there is no shard, is fast.
-        if not spec.walk([False] * spec.num_leaves, _contains_shard):
+        # A spec has the namespace only if one of its nodes is registered there, as ``Shard`` is. A
+        # step asks several times, so the usual answer, that there is none, is fast.
+        if not spec.namespace:
             return ()
         unsharded: list[list[None]] = [[None]] * spec.num_leaves
         specs = spec.walk(unsharded, _collect_shard_specs)
@@ -71,10 +72,6 @@ def shard_specs(spec: TreeSpec) -> ShardSpecs:
     if not any(specs):
         return ()
     return tuple(specs)
-
-
-def _contains_shard(node_type: Any, metadata: Any, children: Sequence[bool]) -> bool:
-    return node_type is Shard or any(children)
 
 
 def _collect_shard_specs(
