@@ -294,7 +294,12 @@ def finish_step(
     donate: bool,
 ) -> tuple[ParamsT, StateT, StepMetrics]:
     """Measures the gradients of all ranks, and applies them if there is any token."""
-    applied = _has_valid_count(total.num_tokens)
+    num_tokens = tree.concrete_scalar(total.num_tokens)
+    if num_tokens is not None:
+        applied = torch.tensor(0 < num_tokens < math.inf, device="cpu")
+    else:
+        # An N that has overflowed on a device, where the host cannot refuse it, is not applied.
+        applied = (total.num_tokens > 0) & total.num_tokens.isfinite()
     if skips_nonfinite:
         applied = applied & tree.all_finite(sums.grads)
     metrics = StepMetrics(
@@ -314,17 +319,6 @@ def finish_step(
     if may_require_grad and tree.can_write():
         metrics = tree.detach(metrics)
     return new_params, new_opt_state, metrics
-
-
-def _has_valid_count(num_tokens: Tensor) -> Tensor:
-    """Returns whether there is any token, and the host or a device could count them.
-
-    An N that overflows on a device, where the host cannot refuse it, is not applied.
-    """
-    value = tree.concrete_scalar(num_tokens)
-    if value is not None:
-        return torch.tensor(0 < value < math.inf)
-    return (num_tokens > 0) & num_tokens.isfinite()
 
 
 def apply_update(

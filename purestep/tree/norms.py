@@ -65,14 +65,14 @@ def global_norm(tree: Tree) -> Tensor:
     if not is_plain_eager(leaves):
         leaf_norms = [_norm(leaf) for leaf in leaves]
         return _norm(torch.stack(leaf_norms))
-    if len(leaves) == 1:
-        return torch.linalg.vector_norm(leaves[0], dtype=dtype)
     columns = [leaves]
     if len(dtypes) > 1:
         columns = foreach.split_by_kind(leaves)
     norms: list[Tensor] = []
     for column in columns:
         norms += foreach.norm(column, 2, dtype=dtype)
+    if len(norms) == 1:
+        return norms[0]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
