@@ -16,6 +16,7 @@ from purestep.axis import (
     psum_scatter,
     pvary,
 )
+from purestep.backward import make_backward
 from purestep.compiling import compile
 from purestep.counts import count_tokens, label_weights
 from purestep.data import (
@@ -53,7 +54,7 @@ __all__ = [
     # The loss and its weights
     "losses", "LossOutput", "label_weights", "count_tokens", "TokenCounts",
     # Gradients
-    "grad_and_value", "remat", "accumulate", "GradSums",
+    "grad_and_value", "remat", "accumulate", "GradSums", "make_backward",
     # Ranks, and tensors in pieces
     "Axis", "LocalAxis", "VmapAxis", "MeshAxis", "RankError", "psum", "pmean", "pvary",
     "all_gather", "psum_scatter", "Shard", "shard", "unshard", "to_dtensor", "from_dtensor",

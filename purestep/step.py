@@ -7,9 +7,10 @@ The sums run over all tokens of all microbatches on all ranks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -22,7 +23,7 @@ from purestep.axis import Axis, LocalAxis
 from purestep.compiling import Compiler
 from purestep.counts import label_weights, sum_weights, with_weights
 from purestep.grads.accumulate import accumulate_group, profiler_range
-from purestep.grads.backends import make_backends
+from purestep.grads.backends import GradBackends, make_backends
 from purestep.grads.grad_and_value import grad_and_value
 from purestep.grads.per_microbatch import (
     accept_repeated,
@@ -125,37 +126,71 @@ def make_update_step(
     """
     validation.check_functions(loss_fn, weight_fn, axis)
     check_optimizer("optimizer must be a ps.optim.Optimizer", optimizer)
-    choices = _check_choices(
-        normalize=normalize, gather=gather, on_nonfinite=on_nonfinite
-    )
-    validation.check_normalize(normalize, weight_fn, accum_dtype)
-    backends = gather_in_backends(
-        make_backends(accept_repeated(loss_fn, gather), grad_and_value, compile), gather
-    )
-    rank_config = {
-        **choices,
-        "weight_fn": "given" if weight_fn else "None",
-        "accum_dtype": str(accum_dtype),
-    }
-    seen = SeenParams({}, {}, {})
+    settings = StepSettings(weight_fn, axis, normalize, accum_dtype, gather)
+    config = check_settings(settings, on_nonfinite=on_nonfinite)
+    backends = make_backends(accept_repeated(loss_fn, gather), grad_and_value, compile)
+    check = functools.partial(_check_inputs, optimizer, axis, donate)
+    finish = functools.partial(finish_step, optimizer, on_nonfinite == "skip", donate)
     # A graph gathers without a word to the session.
-    known_launches = seen.launches if compile is False else None
+    notes_launches = compile is False
+    return make_step(
+        gather_in_backends(backends, gather),
+        settings,
+        config,
+        check,
+        finish,
+        notes_launches=notes_launches,
+    )
+
+
+class StepSettings(NamedTuple):
+    """Holds how a step counts and sums, as ``make_update_step`` says."""
+
+    weight_fn: WeightFn | None
+    axis: Axis
+    normalize: Normalize
+    accum_dtype: torch.dtype | None
+    gather: Gather
+
+
+def make_step(
+    backends: GradBackends,
+    settings: StepSettings,
+    config: Mapping[str, str],
+    check: Callable[[Params, OptState, Sequence[Microbatch]], None],
+    finish: Callable[..., tuple[Any, Any, StepMetrics]],
+    *,
+    notes_launches: bool,
+) -> UpdateStep[Any, Any]:
+    """Makes the step that sums gradients by ``backends`` and goes on by ``finish``.
+
+    Args:
+        backends: the gradient backends of the loss.
+        settings: how the step counts and sums.
+        config: what all ranks must agree on.
+        check: ``check(params, opt_state, microbatches)`` raises, in a first update.
+        finish: ``finish(sums, total, params, opt_state)`` returns new ones, and metrics.
+        notes_launches: whether ranks note what each microbatch gathers, for later updates.
+    """
+    weight_fn, axis, normalize, accum_dtype, gather = settings
+    seen = SeenParams({}, {}, {})
+    known_launches = seen.launches if notes_launches else None
 
     def update_step(
-        params: ParamsT,
-        opt_state: StateT,
+        params: Any,
+        opt_state: Any,
         microbatches: Sequence[Microbatch] = _MISSING,
         /,
-    ) -> tuple[ParamsT, StateT, StepMetrics]:
+    ) -> tuple[Any, Any, StepMetrics]:
         if microbatches is _MISSING:
             raise TypeError(
                 "update_step(params, opt_state, microbatches) got two arguments: perhaps opt_state "
                 "is missing, which optimizer.init(params) makes"
             )
-        with open_session(axis, gather, rank_config, known_launches) as session:
+        with open_session(axis, gather, config, known_launches) as session:
             is_first = needs_checks(seen.checked, session.rank, params)
             if is_first:
-                _check_inputs(optimizer, params, opt_state, microbatches, axis, donate)
+                check(params, opt_state, microbatches)
             with profiler_range("purestep.count"):
                 group = with_weights(
                     microbatches, weight_fn if normalize == "loss" else None
@@ -191,15 +226,7 @@ def make_update_step(
         if normalize == "grads":
             total = sums.counts
             sums = normalize_sums(sums)
-        new_params, new_opt_state, metrics = finish_step(
-            optimizer,
-            sums,
-            total,
-            params,
-            opt_state,
-            skips_nonfinite=on_nonfinite == "skip",
-            donate=donate,
-        )
+        new_params, new_opt_state, metrics = finish(sums, total, params, opt_state)
         if axis.is_multi_program:
             validation.check_no_graph(new_params, axis)
         # A loss is checked where it runs, and wholly only where nothing is recorded.
@@ -211,12 +238,23 @@ def make_update_step(
     return update_step if gather == "step" else again_if_gathers_vary(update_step)
 
 
-def _check_choices(**choices: str) -> Mapping[str, str]:
-    """Returns the settings; raises where one is none of the values that it may have."""
+def check_settings(settings: StepSettings, **choices: str) -> dict[str, str]:
+    """Raises where a setting cannot be; returns what all ranks must agree on.
+
+    ``choices`` are further settings of a step, such as ``on_nonfinite``.
+    """
+    choices |= {"normalize": settings.normalize, "gather": settings.gather}
     allowed = {"normalize": Normalize, "gather": Gather, "on_nonfinite": OnNonfinite}
     for name, value in choices.items():
         validation.check_choice(name, value, allowed[name])
-    return choices
+    validation.check_normalize(
+        settings.normalize, settings.weight_fn, settings.accum_dtype
+    )
+    return {
+        **choices,
+        "weight_fn": "given" if settings.weight_fn else "None",
+        "accum_dtype": str(settings.accum_dtype),
+    }
 
 
 def normalize_sums(sums: GradSums) -> GradSums:
@@ -265,11 +303,11 @@ def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
 
 def _check_inputs(
     optimizer: Optimizer,
+    axis: Axis,
+    donate: bool,
     params: Params,
     opt_state: OptState,
     microbatches: Sequence[Microbatch],
-    axis: Axis,
-    donate: bool,
 ) -> None:
     """Raises if a step cannot run on these; says so if params and opt_state are swapped."""
     with hints.annotate_swapped_arguments(optimizer.init, params, opt_state):
@@ -285,15 +323,26 @@ def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:
 
 def finish_step(
     optimizer: Optimizer[StateT],
+    skips_nonfinite: bool,
+    donate: bool,
     sums: GradSums,
     total: TokenCounts,
     params: ParamsT,
     opt_state: StateT,
-    *,
-    skips_nonfinite: bool,
-    donate: bool,
 ) -> tuple[ParamsT, StateT, StepMetrics]:
     """Measures the gradients of all ranks, and applies them if there is any token."""
+    metrics = measure_step(sums, total, skips_nonfinite=skips_nonfinite)
+    with profiler_range("purestep.optimizer"):
+        new_params, new_opt_state = apply_update(
+            optimizer, sums.grads, opt_state, params, metrics.applied, donate=donate
+        )
+    return new_params, new_opt_state, metrics
+
+
+def measure_step(
+    sums: GradSums, total: TokenCounts, *, skips_nonfinite: bool = False
+) -> StepMetrics:
+    """Computes the metrics of an update, among them whether it is applied."""
     num_tokens = tree.concrete_scalar(total.num_tokens)
     if num_tokens is not None:
         applied = torch.tensor(0 < num_tokens < math.inf, device="cpu")
@@ -310,15 +359,11 @@ def finish_step(
         applied=applied,
         aux=sums.aux,
     )
-    with profiler_range("purestep.optimizer"):
-        new_params, new_opt_state = apply_update(
-            optimizer, sums.grads, opt_state, params, applied, donate=donate
-        )
     # Under torch.func they keep their derivative: without it, it would be 0 without a word.
     may_require_grad = sums.loss.requires_grad or not tree.is_empty(sums.aux)
     if may_require_grad and tree.can_write():
         metrics = tree.detach(metrics)
-    return new_params, new_opt_state, metrics
+    return metrics
 
 
 def apply_update(

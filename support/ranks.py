@@ -14,6 +14,7 @@ from purestep import tree
 from purestep.testing.bounds import rounding_bound
 from purestep.testing.specification import spec
 from support import models, parallel
+from support.bridge import can_bridge, make_bridged_step
 from support.optimizers import CAPTURE, OPTIMIZERS
 from support.strategies import (
     LAYOUTS,
@@ -69,13 +70,25 @@ class Program:
         if self.evaluates:
             evaluate = self.system.make_eval_step(loss_fn, **options)
             evaluations = [evaluate(params, microbatches)]
-        step = self.system.make_update_step(
+        make_update_step = self.system.make_update_step
+        if self.bridges(params):
+            make_update_step = make_bridged_step
+        step = make_update_step(
             loss_fn, self.find_optimizer(), **options, **self.setup.settings
         )
         if step_axis.is_multi_program:
             step = self.with_checks(step)
         *state, metrics = step(params, opt_state, microbatches)
         return *ps.unshard(tuple(state)), metrics, *evaluations
+
+    def bridges(self, params: Any) -> bool:
+        """Returns whether ``make_backward`` takes this step: it takes no shards and no transforms."""
+        setup = self.setup
+        is_plain = setup.axis != "simulated" and not setup.gather
+        is_watched = self.system.make_update_step is not ps.make_update_step
+        accum_dtype = setup.settings.get("accum_dtype")
+        wanted = setup.bridges and is_plain and not is_watched
+        return wanted and can_bridge(params, accum_dtype)
 
     def gathering_loss(self) -> Callable[..., Any]:
         """Returns the loss, which gathers the params itself where the setup leaves that to it."""

@@ -400,7 +400,8 @@ class Setup(NamedTuple):
     """Says how a step is taken: on which ranks, on full params or shards, and with which settings.
 
     Shards are cut over an axis of ranks, or over the rows of a grid, and padded to a multiple of ranks.
-    If ``stacks``, a group whose microbatches have equal shapes comes in one tree.
+    If ``stacks``, a group whose microbatches have equal shapes comes in one tree. If ``bridges``, the
+    gradients are those that ``make_backward`` sets, where it can.
     """
 
     axis: Axis
@@ -409,6 +410,7 @@ class Setup(NamedTuple):
     grid: tuple[int, int] = (0, 1)
     bucket_bytes: int = 40
     stacks: bool = False
+    bridges: bool = False
 
     def with_settings(self, **settings: Any) -> "Setup":
         """Replaces some settings."""
@@ -436,6 +438,7 @@ def choose_setup(
     axes: Sequence[Axis] = AXES,
     gathers: Sequence[str] = ("", "", "", *GATHERS),
     grids: Sequence[tuple[int, int]] = GRIDS,
+    bridges: Sequence[bool] = (False, False, False, True),
     **fixed: Any,
 ) -> Setup:
     """Chooses how to take a step, from the whole space that the theorems cover."""
@@ -445,7 +448,8 @@ def choose_setup(
     grid = choose.choice(grids) if axis == "threads" and gather else (0, 1)
     bucket_bytes = choose.choice([8, 40, 1 << 20])
     stacks = choose.choice([False, True])
-    return Setup(axis, settings, gather, grid, bucket_bytes, stacks)
+    is_bridged = choose.choice(bridges)
+    return Setup(axis, settings, gather, grid, bucket_bytes, stacks, is_bridged)
 
 
 StepCase = tuple[Case, Setup, Groups]

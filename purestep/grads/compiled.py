@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,13 +82,18 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
         accumulator.values[:] = totals
         return result
 
-    otherwise = _backward_of_compiled_loss(loss_fn, compile_)
+    otherwise = backward_of_compiled_loss(loss_fn, compile_)
     return graph.with_fallback(grad_fn, otherwise, warns=False)
 
 
-def _backward_of_compiled_loss(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
-    """Differentiates the compiled loss by autograd's own pass, and else the loss."""
-    by_autograd = inplace_backward(graph.compile_one_graph(loss_fn, compile_))
+def backward_of_compiled_loss(
+    loss_fn: LossFn,
+    compile_: bool | Compiler,
+    own_leaves: Callable[[], list[Tensor]] | None = None,
+) -> GradFn:
+    """Differentiates the compiled loss by ``inplace_backward``; without a graph, the loss."""
+    compiled_loss = graph.compile_one_graph(loss_fn, compile_)
+    by_autograd = inplace_backward(compiled_loss, own_leaves)
 
     def grad_fn(
         inputs: MicrobatchInputs,
@@ -102,7 +108,7 @@ def _backward_of_compiled_loss(loss_fn: LossFn, compile_: bool | Compiler) -> Gr
             # The backward pass is compiled when it first runs, before it adds to any sum.
             graph.raise_no_graph(loss_fn, error)
 
-    return graph.with_fallback(grad_fn, inplace_backward(loss_fn))
+    return graph.with_fallback(grad_fn, inplace_backward(loss_fn, own_leaves))
 
 
 def _check_eagerly(loss_fn: LossFn, inputs: MicrobatchInputs) -> None:

@@ -6,8 +6,8 @@ leaf.grad = total;  backward(losses, weights / N, leaves);  total = leaf.grad
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -25,10 +25,13 @@ from purestep.torch_private import check_inference_mode, run_backward
 from purestep.types import GradHook, LossFn, Tree
 
 
-def inplace_backward(loss_fn: LossFn) -> GradFn:
+def inplace_backward(
+    loss_fn: LossFn, own_leaves: Callable[[], list[Tensor]] | None = None
+) -> GradFn:
     """Differentiates the loss by autograd's own pass, on leaves made for this microbatch alone.
 
-    Hooks that a loss registers on its leaves, and backward passes that it runs, end with them.
+    Hooks that a loss registers on its leaves, and backward passes that it runs, end with them. With
+    ``own_leaves``, the leaves are those that it returns, which share the memory of the params.
     """
 
     def grad_fn(
@@ -36,8 +39,11 @@ def inplace_backward(loss_fn: LossFn) -> GradFn:
         accumulator: GradAccumulator,
         on_grad_ready: GradHook | None,
     ) -> MicrobatchResult:
-        # By map: with 2,000 leaves, comprehensions of method calls take half as long again.
-        leaves = [*map(Tensor.requires_grad_, map(Tensor.detach, inputs.leaves))]
+        if own_leaves is not None:
+            leaves = own_leaves()
+        else:
+            # By map: with 2,000 leaves, comprehensions of methods take half as long again.
+            leaves = [*map(Tensor.requires_grad_, map(Tensor.detach, inputs.leaves))]
         params = tree.unflatten(inputs.spec, leaves)
         notes = hints.annotate_loss_errors() if inputs.needs_checks else nullcontext()
         with torch.enable_grad(), notes:
@@ -99,19 +105,19 @@ def run_backward_into(
         leaf.grad = total  # Autograd adds to it.
         if total is None:
             all_begun = False
+    hooks: AbstractContextManager[None] = nullcontext()
     if on_grad_ready is not None:
-        for index, leaf in enumerate(leaves):
-            hook = functools.partial(
-                _call_grad_hook, on_grad_ready, totals_before, index
-            )
-            leaf.register_post_accumulate_grad_hook(hook)
+        hooks = _grad_hooks(on_grad_ready, leaves, totals_before)
     if needs_checks:
         reachable = validation.reachable_leaves(terms)
         validation.warn_of_constants(reachable, leaves)
+    # A module's own parameters are those with which it computes again.
+    if leaves and isinstance(leaves[0], torch.nn.Parameter):
+        needs_checks = False
     watch = (
         validation.forbid_module_recompute(leaves) if needs_checks else nullcontext()
     )
-    with watch:
+    with watch, hooks:
         run_backward(
             tuple(terms),
             tuple(cotangents),
@@ -147,6 +153,22 @@ def _take_totals(
     return has_grad
 
 
+@contextmanager
+def _grad_hooks(
+    on_grad_ready: GradHook, leaves: list[Tensor], totals_before: list[Tensor | None]
+) -> Iterator[None]:
+    """Hands over the final sum of each leaf that a backward pass inside the context reaches."""
+    handles = []
+    for index, leaf in enumerate(leaves):
+        hook = functools.partial(_call_grad_hook, on_grad_ready, totals_before, index)
+        handles.append(leaf.register_post_accumulate_grad_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _call_grad_hook(
     on_grad_ready: GradHook,
     totals_before: list[Tensor | None],
@@ -173,7 +195,15 @@ def clone_aliased(
     And a ``torch.autograd.Function`` may return a param or data that it has saved: ``others``.
     Where there was a sum before, the gradient is added to it, so it is not new.
     """
-    addresses = _storage_addresses([*others, *grads])
+    addresses: list[int | None] = []
+    for tensor in [*others, *grads]:
+        address = None  # also of a subclass, which may hold its values elsewhere
+        if type(tensor) is Tensor:
+            try:  # noqa: SIM105  ``suppress`` takes as long again, for each param
+                address = tensor.untyped_storage().data_ptr()
+            except (RuntimeError, NotImplementedError):
+                pass  # A device that computes later has none.
+        addresses.append(address)
     num_others = len(addresses) - len(grads)
     used = {None, *addresses[:num_others]}
     for index, grad in enumerate(grads):
@@ -185,26 +215,6 @@ def clone_aliased(
         elif address in used or 0 in grad.stride():
             grads[index] = grad.clone()
         used.add(address)
-
-
-def _storage_addresses(tensors: Sequence[Any]) -> list[int | None]:
-    """Returns where the values of each tensor lie; None where that is not known.
-
-    A subclass may hold its values elsewhere, and a device that computes later has none yet.
-    """
-    # By map: a step of one microbatch asks of all params, gradients and data.
-    if {*map(type, tensors)} == {Tensor}:
-        with suppress(RuntimeError, NotImplementedError):
-            storages = map(Tensor.untyped_storage, tensors)  # as above
-            return [*map(torch.UntypedStorage.data_ptr, storages)]
-    addresses = []
-    for tensor in tensors:
-        address = None
-        if type(tensor) is Tensor:
-            with suppress(RuntimeError, NotImplementedError):
-                address = tensor.untyped_storage().data_ptr()
-        addresses.append(address)
-    return addresses
 
 
 def zeros_for_missing(

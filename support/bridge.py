@@ -1,0 +1,60 @@
+"""Steps that are taken by ``make_backward``, as a training loop takes them."""
+
+from typing import Any
+
+import torch
+
+import purestep as ps
+from purestep import tree
+from purestep.step import apply_update
+
+
+class Leaves(torch.nn.Module):
+    """Holds the leaves of a tree as parameters, in their own memory."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__()
+        leaves, self.spec = tree.flatten(params)
+        self.leaves = torch.nn.ParameterList(leaves)
+
+    def forward(self) -> Any:
+        """Returns the tree."""
+        return tree.unflatten(self.spec, [*self.leaves])
+
+
+def can_bridge(params: Any, accum_dtype: torch.dtype | None) -> bool:
+    """Returns whether ``.grad``, which has a parameter's dtype, has the dtype of the sums."""
+    dtypes = {leaf.dtype for leaf in tree.leaves(params)}
+    sum_dtypes = {accum_dtype or tree.accumulation_dtype(dtype) for dtype in dtypes}
+    return dtypes == sum_dtypes and len(dtypes) == 1
+
+
+def make_bridged_step(
+    loss_fn: Any,
+    optimizer: ps.optim.Optimizer,
+    *,
+    on_nonfinite: str = "propagate",
+    donate: bool = False,
+    grad_and_value: Any = None,
+    **settings: Any,
+) -> Any:
+    """Makes an update step of ``make_backward`` and what a loop does after it."""
+
+    def step(params: Any, opt_state: Any, microbatches: Any) -> Any:
+        model = Leaves(params)
+
+        def loss_of_model(model: Leaves, microbatch: Any) -> Any:
+            return loss_fn(model(), microbatch)
+
+        backward = ps.make_backward(model, loss_of_model, **settings)
+        metrics = backward(microbatches)
+        grads = tree.unflatten(model.spec, [leaf.grad for leaf in model.leaves])
+        applied = metrics.applied
+        if on_nonfinite == "skip":
+            applied = applied & tree.all_finite(grads)
+        new_params, new_state = apply_update(
+            optimizer, grads, opt_state, params, applied, donate=donate
+        )
+        return new_params, new_state, metrics._replace(applied=applied)
+
+    return step
