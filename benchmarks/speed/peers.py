@@ -41,6 +41,7 @@ PURE, PURE_KEPT, PURE_COMPILED = (
     "purestep, not donated",
     "purestep, compiled",
 )
+BRIDGED = "purestep, make_backward"
 Batch = dict[str, Tensor]
 
 
@@ -178,6 +179,24 @@ def by_hand(problem: Problem, compile: bool = False, **how: Any) -> Way:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return Metrics(total, grad_norm)
+
+    return Way(update, lambda: tree.map(Tensor.detach, model.params))
+
+
+def bridged(problem: Problem) -> Way:
+    """The loop by hand, whose backward passes are those of ``ps.make_backward``."""
+    model = Model(problem)
+    optimizer = torch_adamw(model.parameters())
+
+    def token_losses(model: Model, batch: Batch) -> Tensor:
+        return problem.token_losses(model.params, batch)
+
+    backward = ps.make_backward(model, token_losses)
+
+    def update(group: list[Batch]) -> Metrics:
+        metrics = backward(group)
+        optimizer.step()
+        return Metrics(metrics.loss, metrics.grad_norm)
 
     return Way(update, lambda: tree.map(Tensor.detach, model.params))
 
@@ -390,6 +409,7 @@ WAYS: dict[str, Callable[[Problem], Way]] = {
     BY_HAND: by_hand,
     PURE: functools.partial(purestep, donate=True),
     PURE_KEPT: functools.partial(purestep, donate=False),
+    BRIDGED: bridged,
     "torchtune": torchtune,
     "Accelerate": accelerate,
     "torch.func": torch_func,

@@ -1,7 +1,7 @@
 """What do more microbatches cost when gradients cross ranks?
 
-One update on two real ranks (gloo processes, one thread each), against the number of microbatches K, three ways in turn:
-purestep with `MeshAxis`; DistributedDataParallel that synchronises every microbatch, which is its default; and
+One update on two real ranks (gloo processes, one thread each), against the number of microbatches K, four ways in turn:
+purestep with `MeshAxis`; a loop with `ps.make_backward`; DistributedDataParallel that synchronises every microbatch, which is its default; and
 DistributedDataParallel with `no_sync` on all but the last. All count tokens globally before the first
 backward pass, report loss and gradient norm, and arrive at the same parameters.
 
@@ -37,7 +37,8 @@ from purestep.examples import gpt
 
 CONFIG = gpt.Config(context=64, layers=4, width=256, heads=8)
 LEARNING_RATE = 0.1
-WAYS = ["purestep", "DDP, no_sync", "DDP"]
+BRIDGED = "purestep, make_backward"
+WAYS = ["purestep", BRIDGED, "DDP, no_sync", "DDP"]
 Batch = dict[str, Tensor]
 Way = Callable[[list[Batch]], Any]
 
@@ -92,6 +93,27 @@ def pure_step(params: Any) -> tuple[Way, Callable[[], Any]]:
     return update, lambda: state[0]
 
 
+def bridged_step(params: Any) -> tuple[Way, Callable[[], Any]]:
+    """A loop whose backward passes are those of ``ps.make_backward``, and a function to its parameters."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    module = Module(params)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, foreach=True)
+
+    def loss_fn(module: Any, batch: Batch) -> Tensor:
+        return ps.losses.cross_entropy(module(batch["tokens"]), batch["labels"])
+
+    backward = ps.make_backward(module, loss_fn, axis=ps.MeshAxis(mesh, "dp"))
+
+    def update(group: list[Batch]) -> None:
+        backward(group)
+        optimizer.step()
+
+    def params_of() -> Any:
+        return tree.unflatten(module.structure, [p.detach() for p in module.leaves])
+
+    return update, params_of
+
+
 def ddp_step(params: Any, *, synchronise: bool) -> tuple[Way, Callable[[], Any]]:
     """DistributedDataParallel as its users write it when they count tokens, and a function to its parameters."""
     module = DistributedDataParallel(Module(params), gradient_as_bucket_view=True)
@@ -144,6 +166,7 @@ def worker(options: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     ways = {
         "purestep": pure_step(params),
+        BRIDGED: bridged_step(params),
         "DDP, no_sync": ddp_step(params, synchronise=False),
         "DDP": ddp_step(params, synchronise=True),
     }
@@ -172,7 +195,7 @@ def worker(options: argparse.Namespace) -> None:
             }
         )
         # The update that was counted belongs to the others too.
-        for way in ("DDP, no_sync", "DDP"):
+        for way in (BRIDGED, "DDP, no_sync", "DDP"):
             ways[way][0](group)
     reference = ways["DDP, no_sync"][1]()
     distances = {
@@ -227,7 +250,12 @@ def draw(path: Path, measured: list[dict[str, Any]]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colors = {"purestep": "#0072b2", "DDP, no_sync": "#d55e00", "DDP": "0.55"}
+    colors = {
+        "purestep": "#0072b2",
+        BRIDGED: "#56b4e9",
+        "DDP, no_sync": "#d55e00",
+        "DDP": "0.55",
+    }
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(10, 3.8), dpi=150, layout="constrained"
     )
