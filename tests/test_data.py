@@ -63,7 +63,7 @@ def test_labels_are_the_next_tokens(
     else:
         converted_mask = mask.to(mask_dtype)
 
-    labels = ps.shift_labels(converted, converted_mask)
+    labels = ps.shift_labels(converted, attention_mask=converted_mask)
 
     row_length = length or 1
     rows = ids.reshape(-1, row_length).tolist()
@@ -75,11 +75,11 @@ def test_labels_are_the_next_tokens(
     assert list(labels.shape) == shape
     assert labels.reshape(-1).tolist() == expected
     if leading and leading[0] and dtype == torch.int64:
-        mapped = torch.vmap(ps.shift_labels)(ids, mask)
+        mapped = torch.vmap(shift_with_mask)(ids, mask)
         assert_same(mapped, labels)
-        map_ids = torch.vmap(ps.shift_labels, in_dims=(0, None))
+        map_ids = torch.vmap(shift_with_mask, in_dims=(0, None))
         same_mask = mask[:1].expand_as(mask)
-        expected_labels = ps.shift_labels(ids, same_mask)
+        expected_labels = shift_with_mask(ids, same_mask)
         assert_same(map_ids(ids, mask[0]), expected_labels)
     labels.fill_(-7)
     unchanged = converted.to(torch.int64)
@@ -92,6 +92,10 @@ TEXTS = [
 ]
 
 
+def shift_with_mask(ids: Tensor, mask: Tensor) -> Tensor:
+    return ps.shift_labels(ids, attention_mask=mask)
+
+
 @pytest.mark.parametrize("ids", TEXTS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_labels_of_an_empty_text_and_of_one_on_a_device(
@@ -100,7 +104,7 @@ def test_labels_of_an_empty_text_and_of_one_on_a_device(
     """torch gives an empty list any dtype; labels are on the device of the text."""
     mask = ids if masked else None
 
-    labels = ps.shift_labels(ids, mask)
+    labels = ps.shift_labels(ids, attention_mask=mask, answer_mask=mask)
 
     assert labels.device == ids.device
     assert labels.dtype == torch.int64
@@ -128,11 +132,29 @@ def test_shift_labels_refuses_ids(ids: Any, message: str) -> None:
         ps.shift_labels(ids)
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "answer_mask"])
 @pytest.mark.parametrize(("mask", "message"), NO_MASKS)
-def test_shift_labels_refuses_masks(mask: Any, message: str) -> None:
-    message = "shift_labels: attention_mask " + message
+def test_shift_labels_refuses_masks(name: str, mask: Any, message: str) -> None:
+    message = f"shift_labels: {name} {message}"
     with pytest.raises((TypeError, ValueError), match=message):
-        ps.shift_labels(IDS, mask)
+        ps.shift_labels(IDS, **{name: mask})
+
+
+def test_shift_labels_takes_masks_by_name() -> None:
+    """By position, either could be meant, and they keep different labels."""
+    shift: Any = ps.shift_labels
+    with pytest.raises(TypeError, match=r"attention_mask= .*or as answer_mask="):
+        shift(IDS, torch.ones_like(IDS))
+
+
+def test_labels_of_answers_keep_their_first_token() -> None:
+    """Of two answers in a chat, of which one begins the text, and with padding on the left."""
+    ids = torch.tensor([0, 0, 5, 6, 7, 8, 9, 4])
+    padding = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1])
+    answers = torch.tensor([0, 0, 1, 0, 0, 1, 1, 0])
+    labels = ps.shift_labels(ids, attention_mask=padding, answer_mask=answers)
+    # 5 begins the text, so nothing predicts it.
+    assert labels.tolist() == [-100, -100, -100, -100, 8, 9, -100, -100]
 
 
 # Leaves that belong to an example as a whole

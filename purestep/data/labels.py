@@ -1,5 +1,7 @@
 """Makes labels: the token that each position of a text is to predict."""
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,12 @@ from purestep import tree
 from purestep.counts import IGNORE_INDEX
 
 
-def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+def shift_labels(
+    input_ids: Tensor,
+    *unnamed_masks: Never,
+    attention_mask: Tensor | None = None,
+    answer_mask: Tensor | None = None,
+) -> Tensor:
     """Makes the labels of a causal model: at each position the next token, and -100 at the end.
 
     Make labels once, in the data. They stay right however you cut the data, whereas a loss that
@@ -18,16 +25,27 @@ def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Ten
         input_ids: one text or a batch: integers of shape ``(..., length)``.
         attention_mask: 0 at padding, left or right, in the shape of ``input_ids``. Padding predicts
             nothing, and is not predicted.
+        answer_mask: 1 at tokens that the model is to learn, as those of a chat's answers, in the
+            shape of ``input_ids``. The first token of an answer is predicted from what stands
+            before it, so its label stands at the last token of the question.
 
     Returns:
         Labels, int64, in the shape of ``input_ids``.
 
     >>> shift_labels(torch.tensor([5, 6, 7]))
     tensor([   6,    7, -100])
-    >>> shift_labels(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]]))
+    >>> ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+    >>> shift_labels(ids, attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
     tensor([[   6,    7, -100],
             [   9, -100, -100]])
+    >>> shift_labels(torch.tensor([1, 2, 8, 9]), answer_mask=torch.tensor([0, 0, 1, 1]))
+    tensor([-100,    8,    9, -100])
     """
+    if unnamed_masks:
+        raise TypeError(
+            "shift_labels: name the mask, as attention_mask= (0 at padding) or as answer_mask= (1 "
+            "at tokens to learn): they keep different labels"
+        )
     _check_integers("input_ids", input_ids, allow_bool=False)
     if input_ids.ndim == 0:
         raise ValueError(
@@ -37,16 +55,24 @@ def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Ten
     length = input_ids.shape[-1]
     has_label = torch.arange(length, device=input_ids.device) < length - 1
     if attention_mask is not None:
-        _check_integers("attention_mask", attention_mask, allow_bool=True)
-        if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"shift_labels: attention_mask has the shape {tuple(attention_mask.shape)}, but "
-                f"input_ids {tuple(input_ids.shape)}: give one number for each token"
-            )
-        is_token = attention_mask.to(torch.bool)
+        is_token = _read_mask("attention_mask", attention_mask, input_ids)
         has_label = has_label & is_token & is_token.roll(-1, -1)
+    if answer_mask is not None:
+        is_answer = _read_mask("answer_mask", answer_mask, input_ids)
+        has_label = has_label & is_answer.roll(-1, -1)
     next_tokens = input_ids.to(torch.int64).roll(-1, -1)
     return torch.where(has_label, next_tokens, IGNORE_INDEX)
+
+
+def _read_mask(name: str, mask: Tensor, input_ids: Tensor) -> Tensor:
+    """Returns a mask as bools; raises where it has another shape than the text."""
+    _check_integers(name, mask, allow_bool=True)
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"shift_labels: {name} has the shape {tuple(mask.shape)}, but input_ids "
+            f"{tuple(input_ids.shape)}: give one number for each token"
+        )
+    return mask.to(torch.bool)
 
 
 def _check_integers(name: str, value: Tensor, *, allow_bool: bool) -> None:
