@@ -70,11 +70,12 @@ def gather_compiled_and_eager(
         axis = ranks
         shard_axis = ranks
     w = torch.arange(12.0).view(6, 2).double() - 5
-    sharded = {"w": ps.shard(w, shard_axis)}
+    sharded = ps.shard({"w": w, "b": torch.ones(2).double()}, shard_axis)
     group = [torch.eye(6).double()[rank : rank + 1]]
 
     def loss_fn(p: Any, x: Tensor) -> Tensor:
-        return (x @ ps.unshard(p)["w"]).square().sum(-1)
+        full = ps.unshard(p)
+        return (x @ full["w"] + full["b"]).square().sum(-1)
 
     settings: dict[str, Any] = {
         "weight_fn": lambda x: torch.ones(len(x)),

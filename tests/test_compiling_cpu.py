@@ -365,3 +365,29 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
     their_grads = torch.autograd.grad(expected.sum(), (x, w))
     for ours, theirs in zip(our_grads, their_grads, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_what_cpp_wrapper_cannot_wrap_is_compiled_without_it() -> None:
+    """Once, and silently; an error that comes again is raised."""
+    num_calls = 0
+
+    def fail(calls: int, graph: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls <= calls:
+            raise NotImplementedError("a loop")
+
+    for calls in (1, 2):
+        num_calls = 0
+        options = {
+            "post_grad_custom_post_pass": partial(fail, calls),
+            "cpp_wrapper": True,
+        }
+        doubled = ps.compile(lambda x: 2 * x, fullgraph=True, options=options)
+        if calls == 1:
+            assert torch.equal(doubled(torch.ones(3)), torch.full((3,), 2.0))
+            assert num_calls == 2
+        else:
+            with pytest.raises(Exception, match="a loop"):
+                doubled(torch.ones(3))
+    assert options["cpp_wrapper"]

@@ -58,7 +58,8 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
     * torch checks guards before each call. Guards on globals of torch, optree, einops, purestep and
       Python are left out. Guards on what the loss reads stay, its globals included.
     * Without an accelerator and process groups, ``cpp_wrapper`` also compiles what calls the
-      kernels. Embeddings with sparse gradients need ``options={"cpp_wrapper": False}``.
+      kernels. Where it fails, a full graph is compiled without it. Embeddings with sparse gradients
+      need ``options={"cpp_wrapper": False}``.
     * Graphs for CPUs are rewritten (``purestep.compiling.cpu``).
 
     Your ``options=`` override these. ``mode=`` replaces them, since torch takes only one of the
@@ -73,16 +74,35 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
         options |= cpu.inductor_options()
     if settings.get("mode") is None:
         settings["options"] = options | (settings.get("options") or {})
+    own_options = settings.get("options", {})
     graph = torch.compile(_with_own_cache(function), **settings)
 
     @functools.wraps(graph)
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal graph
         for arg in (*args, *kwargs.values()):
             if type(arg) is Stacked:
                 arg.let_length_vary()
+        try:
+            return graph(*args, **kwargs)
+        except Exception as error:
+            has_wrapper = own_options.get("cpp_wrapper", False)
+            # Without ``fullgraph``, the first of several graphs may have written to its inputs.
+            if not (
+                has_wrapper and settings.get("fullgraph") and _is_of_backend(error)
+            ):
+                raise
+        # torch 2.11 fails with it on loops, which other code calls as well.
+        own_options["cpp_wrapper"] = False
+        graph = torch.compile(_with_own_cache(function), **settings)
         return graph(*args, **kwargs)
 
     return run
+
+
+def _is_of_backend(error: Exception) -> bool:
+    """Returns whether the backend of the compiler failed, before anything was computed."""
+    return type(error).__name__ in ("InductorError", "BackendCompilerFailed")
 
 
 def drop_library_guards(guards: Sequence[Any]) -> list[bool]:

@@ -88,11 +88,15 @@ def _sum_over_axes(
         axes: tuple[Any, ...] = ()
         if shard_spec is not None:
             axes = shard_spec.axes
-        if axes not in kinds:
+        leaf = zero_padding(leaf, shard_spec)
+        # Not by ``index``: dynamo cannot ask whether two tuples are the same object.
+        for position, other_axes in enumerate(kinds):
+            if other_axes == axes:
+                groups[position].append(leaf)
+                break
+        else:
             kinds.append(axes)
-            groups.append([])
-        group = groups[kinds.index(axes)]
-        group.append(zero_padding(leaf, shard_spec))
+            groups.append([leaf])
     terms = []
     for axes, group in zip(kinds, groups, strict=True):
         term = compute(group)
