@@ -54,8 +54,7 @@ def linear_cross_entropy(
         z_loss: keeps log Σ exp x near 0.
         soft_cap: c, where logits are c · tanh(x / c), as in Gemma 2.
         chunk_size: how many classes' logits are alive at once. None: as many as fill 16 MiB on a
-        host,
-            or 256. It changes sums by rounding.
+            host, or 256. It changes sums by rounding.
 
     >>> hidden, weight = torch.zeros(1, 2, 8), torch.ones(4, 8)
     >>> linear_cross_entropy(hidden, weight, torch.tensor([[3, -100]]))
