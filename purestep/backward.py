@@ -5,6 +5,7 @@ metrics = backward(microbatches)          parameter.grad = ∇L(θ), over all ra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -113,17 +114,13 @@ def make_backward(
         GradBackends(plain, _refuse_graph, _refuse_graph),
         settings,
         {**config, "backward": "yes"},
-        lambda params, opt_state, microbatches: validation.check_params(params, axis),
+        functools.partial(_check_parameters, axis),
         _keep_grads,
         notes_launches=False,
     )
 
     def backward(microbatches: Sequence[Microbatch], /) -> StepMetrics:
         parameters = trainable_parameters(model)
-        if not parameters:
-            raise ValueError(
-                "no parameter of the model requires grad: call requires_grad_() on those to train"
-            )
         dtypes = [parameter.grad_dtype for parameter in parameters.values()]
         for parameter in parameters.values():
             parameter.grad = None
@@ -175,6 +172,20 @@ def check_can_set_grads(model: object) -> None:
                 "fully_shard, params, apply = ps.from_module(module, units=...), and "
                 "ps.make_update_step, which shards likewise"
             )
+
+
+def _check_parameters(
+    axis: Axis,
+    params: Params,
+    opt_state: OptState,
+    microbatches: Sequence[Microbatch],
+) -> None:
+    """Raises if there is nothing to train, or nothing that a step can differentiate."""
+    if not params:
+        raise ValueError(
+            "no parameter of the model requires grad: call requires_grad_() on those to train"
+        )
+    validation.check_params(params, axis)
 
 
 def _refuse_graph(

@@ -109,8 +109,8 @@ def in_graphs(grads_of: GradsOf, *, is_autograd: bool = False) -> GradsOf:
     """Makes ``grads_of`` serve in a compiler's trace, too, at sizes that vary.
 
     ``is_autograd``: it gives what autograd gives. Then autograd stands in the graph, since it takes
-    more operations: those of ``torch.library`` may have a backward pass that ``torch.func`` does
-    not take. Where further derivatives may be taken, ``grads_of`` stays.
+    more operations: a custom one may have a backward pass that ``torch.func`` does not take. Where
+    further derivatives may be taken, ``grads_of`` stays.
     """
 
     def grads_in_graphs(
