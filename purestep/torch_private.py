@@ -268,7 +268,7 @@ def all_gather(flat: Tensor, size: int, group: str) -> Tensor:
     """Gathers a vector of each rank into newly allocated memory.
 
     Without ``out=``, gloo runs ALLGATHER_COALESCED. That name has over 15 characters, so gloo's two
-    workers write it to memory of the heap, without a lock (docs/pages/why/gloo.md).
+    workers write it to memory of the heap, without a lock (docs/gloo.md).
     """
     if _TORCH_2_11 and type(flat) is not Tensor:
         # Its compiler, which traces with other types, fails with out=.

@@ -5,6 +5,7 @@ import builtins
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,23 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in find_anchors(file), f"{name_page(page)}: {link}#{anchor}"
 
 
+def test_the_errors_on_the_page_of_troubles_exist() -> None:
+    """Looks for each text of its table among the strings of the package."""
+    page = (DOCS / "howto" / "troubles.md").read_text()
+    _, _, errors = page.partition("## Errors")
+    texts: list[str] = []
+    for row in re.findall(r"^\| (`[^|]*) \|", errors, re.M):
+        texts += re.findall(r"`([^`]+)`", row)
+    assert len(texts) > 10
+    strings: list[str] = []
+    for file in (ROOT / "purestep").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                strings.append(node.value)
+    source = "\n".join(strings)
+    assert not [text for text in texts if text not in source]
+
+
 def split_sentences(text: str) -> list[str]:
     """Splits a page into sentences, without code, tables and pictures."""
     text = FENCED.sub("", text)
@@ -193,27 +211,34 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
             assert len(cells) == 1, f"{path}: {table}"
 
 
-def test_the_training_program_runs_under_torchrun(
+def test_the_training_program_runs_on_two_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks log the losses of one, by the whole program of the first page."""
+    """Two nodes log the losses of one rank, by the program and the commands of the pages."""
     program = CODE.findall((DOCS / "start" / "loop.md").read_text())[-1]
     (tmp_path / "train.py").write_text(program)
     one_rank = tmp_path / "one"
-    two_ranks = tmp_path / "two"
+    two_nodes = tmp_path / "two"
     one_rank.mkdir()
-    two_ranks.mkdir()
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        "../train.py",
-    ]
+    two_nodes.mkdir()
+    page = (DOCS / "howto" / "nodes.md").read_text()
+    commands = re.findall(r"^    (torchrun .* train\.py)(?: &)?$", page, re.M)
+    assert len(commands) == 2
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        _, port = free.getsockname()
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
 
-    subprocess.run(torchrun, cwd=two_ranks, env=env, check=True, timeout=240)
+    nodes = []
+    for command in commands:
+        words = command.replace("29500", str(port)).replace("train.py", "../train.py")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *words.split()[1:]]
+        nodes.append(subprocess.Popen(torchrun, cwd=two_nodes, env=env))
+    try:
+        assert [node.wait(timeout=240) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.kill()
     monkeypatch.chdir(one_rank)
     monkeypatch.delattr(builtins, "_", raising=False)  # a doctest's last value
     exec(program, {"__name__": "__main__"})
@@ -221,7 +246,7 @@ def test_the_training_program_runs_under_torchrun(
     losses = read_losses(one_rank)
     assert len(losses) == 20
     # A wrong share of the data would be off by 1e-2.
-    torch.testing.assert_close(losses, read_losses(two_ranks), rtol=1e-4, atol=0)
+    torch.testing.assert_close(losses, read_losses(two_nodes), rtol=1e-4, atol=0)
 
 
 def test_the_training_program_compiles(

@@ -78,7 +78,7 @@ LINES = [
     ),
     Line(
         "unsloth-zoo", "unslothai/unsloth-zoo#1023", "2026",
-        "one loss divides by the group's count, and is divided by K as well; another one multiplies by K to mend it",
+        "one loss divides by the group's count, and is divided by K as well; another one multiplies by K to fix it",
         "T1",
         "chunked_nll: (S₁ + S₂) / N, then loss / gradient_accumulation_steps",
         lambda sums, counts: equation(sums, counts) / len(sums),

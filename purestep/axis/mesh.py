@@ -36,7 +36,8 @@ class MeshAxis(ProcessAxis):
 
     At the end call ``torch.distributed.barrier()``, then ``destroy_process_group()``. Threads of
     gloo still hold tensors when a collective returns. If Python ends before they let go, the
-    process may abort (pytorch/pytorch#190489).
+    process aborts (pytorch/pytorch#190489). On busy machines that happens after a barrier, too:
+    ``os._exit(0)`` ends the program safely there.
 
     Args:
         mesh: from ``torch.distributed.device_mesh.init_device_mesh``, with ``mesh_dim_names``.
