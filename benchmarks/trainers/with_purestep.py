@@ -1,4 +1,4 @@
-"""purestep's own step, as its README writes it: in this process on threads, and in processes of a gloo group."""
+"""purestep, as its pages write it: the pure step, on threads and on processes of a gloo group, and a loop around make_backward."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,6 +67,39 @@ class Rank:
         return Observation(dict(self._params), **reports)
 
 
+class BridgedRank:
+    """One process of several, whose loop calls ``make_backward``, as howto/bridge.md has it."""
+
+    def start(self, problem: Problem) -> None:
+        """Makes the module, the optimizer and the backward pass."""
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        self._model = problem.module()
+        self._optimizer = problem.optimizer(self._model)
+        self._backward = ps.make_backward(
+            self._model,
+            problem.losses,
+            weight_fn=problem.weights,
+            axis=ps.MeshAxis(mesh, "dp"),
+        )
+        self._metrics: Any = None
+
+    def update(self, microbatches: Sequence[Batch]) -> None:
+        """One update."""
+        self._metrics = self._backward(microbatches)
+        if self._metrics.num_tokens:
+            self._optimizer.step()
+
+    def observe(self) -> Observation:
+        """The parameters, and the metrics."""
+        parameters = {
+            name: parameter.detach()
+            for name, parameter in self._model.named_parameters()
+        }
+        names = ("loss", "grad_norm", "num_tokens")
+        reports = {name: getattr(self._metrics, name, None) for name in names}
+        return Observation(parameters, **reports)
+
+
 COLUMNS = [
     Column(
         "purestep",
@@ -81,5 +114,12 @@ COLUMNS = [
         ("purestep", "torch"),
         "README.md",
         "The same, on ranks that are processes.",
+    ),
+    Column(
+        "purestep, make_backward",
+        lambda: Processes(BridgedRank, Capabilities(ranks=3)),
+        ("purestep", "torch"),
+        "docs/pages/howto/bridge.md",
+        "metrics = backward(microbatches); optimizer.step() where metrics.num_tokens is not 0; on processes.",
     ),
 ]
