@@ -4,15 +4,21 @@ export OMP_NUM_THREADS ?= 1
 # Programs in processes import what others have compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test proofs mutants docs versions oldest pinned newest bench conformance format clean
+.PHONY: demo test checks tests proofs mutants docs versions oldest pinned newest bench conformance format clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m purestep.examples.docstrings
 
 test: .venv/installed
+	$(MAKE) --no-print-directory -j 2 checks tests
+
+# Side by side: mypy takes one core for half a minute.
+checks: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+tests: .venv/installed
 	$(BIN)/pytest -q -n 2 --dist worksteal
 
 proofs: .venv/installed
@@ -48,6 +54,9 @@ bench: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.families
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.losses
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.dropout
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.stacked
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.limit
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.warm
 
 conformance: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[conformance]'

@@ -160,7 +160,6 @@ def relative_distance(params: Any, reference: Any) -> float:
 
 
 COLORS = {
-    LARGE_BATCH: "0.6",
     MEAN_OF_MEANS: picture.ORANGE,
     PURESTEP: picture.BLUE,
 }
@@ -198,22 +197,17 @@ def plot_distances(axes: Any, distances: Curves, dtype: torch.dtype) -> None:
     )
     axes.set_yscale("log")
     axes.set_ylim(1e-17, 3)
-    axes.set_xlabel("step")
+    axes.set_xlabel("step", fontsize=picture.FONT_SIZE)
 
 
-def plot_losses(axes: Any, losses: Curves) -> None:
-    """Plots the losses; that of the large batch is a wide band behind the others."""
-    for name, values in losses.items():
-        axes.plot(
-            range(1, len(values) + 1),
-            values,
-            color=COLORS[name],
-            linewidth=6 if name == LARGE_BATCH else 1.8,
-            label=name,
-            alpha=0.9,
-        )
-    axes.legend(frameon=False)
-    axes.set_xlabel("step")
+def plot_loss_differences(axes: Any, losses: Curves) -> None:
+    """Plots how far each run's loss is from that of the run with one batch."""
+    for name in (MEAN_OF_MEANS, PURESTEP):
+        pairs = zip(losses[name], losses[LARGE_BATCH], strict=True)
+        values = [loss - reference for loss, reference in pairs]
+        steps = range(1, len(values) + 1)
+        picture.plot_line(axes, steps, values, COLORS[name])
+    axes.set_xlabel("step", fontsize=picture.FONT_SIZE)
 
 
 def make_optimizer_and_params(
@@ -307,11 +301,12 @@ def compare(options: argparse.Namespace) -> None:
     params, _ = states[PURESTEP]
     print(generate_text(params))
     figure, (left_axes, right_axes) = picture.make_panels(
-        "‖θ − θ(one large batch)‖ / ‖θ(one large batch)‖", "Loss per byte"
+        "Relative distance from\nthe run with one batch",
+        "Loss per byte, minus that of\nthe run with one batch",
     )
     dtype = getattr(torch, options.dtype)
     plot_distances(left_axes, distances, dtype)
-    plot_losses(right_axes, losses)
+    plot_loss_differences(right_axes, losses)
     picture.save(figure, options.picture)
 
 

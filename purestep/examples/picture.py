@@ -15,6 +15,8 @@ BLUE = "#0072b2"
 ORANGE = "#d55e00"
 GREEN = "#009e73"
 GREY = "0.45"
+FONT_SIZE = 15
+"""Readable where the picture is as narrow as a phone."""
 
 
 def make_parser(
@@ -56,10 +58,11 @@ def make_panels(*titles: str, **options: Any) -> tuple[Figure, list[Any]]:
     # matplotlib takes a while to load, and most ranks draw nothing.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
+    figure = Figure(figsize=(9.4, 4.2), dpi=130, layout="constrained")
     (panels,) = figure.subplots(1, len(titles), squeeze=False, **options)
     for axes, title in zip(panels, titles, strict=True):
-        axes.set_title(title, loc="left", fontsize=12)
+        axes.set_title(title, loc="left", fontsize=FONT_SIZE)
+        axes.tick_params(labelsize=FONT_SIZE - 2)
         axes.spines[["top", "right"]].set_visible(False)
     return figure, list(panels)
 
@@ -82,7 +85,7 @@ def annotate(
         "xytext": shift,
         "textcoords": "offset points",
         "va": "center",
-        "fontsize": 11,
+        "fontsize": FONT_SIZE,
     }
     axes.annotate(text, point, color=color, **(settings | options))
 
