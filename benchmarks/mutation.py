@@ -52,7 +52,10 @@ PACKAGE = ROOT / "purestep"
 LEFT_OUT = {"examples", "testing"}
 READING = ("proofs/test_mutants.py", "tests/test_house.py", "tests/test_package.py")
 """Tests of the package's source."""
-RANKS = "purestep/axis", "purestep/checkpoint", "purestep/sharding", "purestep/sync"
+RANKS = (
+    "purestep/axis", "purestep/checkpoint", "purestep/sharding", "purestep/sync",
+    "purestep/grads/per_microbatch", "purestep/nn/tensor_parallel", "purestep/nn/units",
+)  # fmt: skip
 """What other processes run above all, unseen by the recording."""
 IMPORTED = (
     "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.tensor",

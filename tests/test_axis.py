@@ -83,6 +83,15 @@ def test_dims_are_trees() -> None:
     assert_same(result, pair(x.sum(1), x + 10))
 
 
+def test_results_of_ranks_lie_along_the_last_dimension() -> None:
+    """As those of ``torch.vmap`` with these dimensions."""
+    axis = ps.VmapAxis(2)
+    x = torch.arange(12).view(2, 2, 3)
+    for dim in (2, -1):
+        result = axis.map(torch.neg, in_dims=0, out_dims=dim)(x)
+        assert_same(result, -x.permute(1, 2, 0))
+
+
 GROUP: Any = cast("Any", dist.ProcessGroup)(0, 1)
 NAMES: list[Any] = ["dp", ("dp", "cp"), GROUP]
 

@@ -460,6 +460,24 @@ BAD_ARGUMENTS: list[Refusal] = [
 ]
 
 
+def test_no_schedule_sees_a_step_outside_of_its_interval() -> None:
+    """A rate that is infinite there has a derivative that is NaN, though it is not selected."""
+    seen: list[list[int]] = [[], [], []]
+
+    def make_schedule(number: int) -> Callable[[Tensor], Tensor]:
+        def schedule(step: Tensor) -> Tensor:
+            seen[number].append(int(step))
+            return step * 1.0
+
+        return schedule
+
+    joined = optim.join_schedules([make_schedule(i) for i in range(3)], [2, 5])
+    rates = [float(joined(torch.tensor(step))) for step in range(8)]
+
+    assert rates == [0, 1, 0, 1, 2, 0, 1, 2]
+    assert [(min(steps), max(steps)) for steps in seen] == [(0, 1), (0, 2), (0, 2)]
+
+
 def init_with_mask(mask: Any) -> Any:
     return optim.sgd(0.1, weight_decay=0.1, mask=mask).init(PARAMS)
 

@@ -194,3 +194,19 @@ def test_gradients_of_other_params_are_refused(name: str) -> None:
             optimizer.update(grads, state, PARAMS)
     with pytest.raises(ValueError, match="trees differ in structure"):
         ADAM_OF_TORCH.update(missing, ADAM_OF_TORCH.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_a_tuple_of_the_same_fields_is_refused(name: str) -> None:
+    """It is no state: where a field is added, say, old files must not fit by chance."""
+    optimizer = STATEFUL[name]
+    fields = tuple(optimizer.init(PARAMS))
+    for way in UPDATE_METHODS:
+        with refusal():
+            call_update(optimizer, way, GRADS, fields, PARAMS)
+
+
+def test_a_state_of_an_optimizer_without_one_is_refused() -> None:
+    """Such a state is an empty tuple, and any tuple is an instance of its type."""
+    with refusal():
+        ps.optim.add_decayed_weights(0.1).update(GRADS, (torch.ones(2),), PARAMS)

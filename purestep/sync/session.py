@@ -392,7 +392,7 @@ class MultiProgramSession:
             device = torch.device("cpu")
         else:
             self._first.read()
-        fingerprint = self._first.fingerprint % 2**62
+        fingerprint = self._first.fingerprint % handshake.max_fingerprint(axis)
         local = torch.tensor([num_microbatches, fingerprint], device=device)
         rows = axis.process_group.run("all_gather", local).view(axis.size, 2).tolist()
         if any(other != rows[0][1] for _, other in rows):
