@@ -32,9 +32,9 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     memory. A leaf that is already so is not copied: a donated step then writes to this dict's
     tensors too. Others are copied, such as views.
 
-    Containers, and empty ones such as None and ``()``, leave no trace. A leaf that is not a tensor
-    is refused: write a step count as ``torch.tensor(3)``. A dict key is refused if its ``repr`` may
-    change, or is that of another key.
+    Containers, and empty ones such as None and ``()``, leave no trace. A leaf that is not a
+    plain dense tensor raises ``TypeError``: write a step count as ``torch.tensor(3)``. A dict key
+    raises ``ValueError`` if its ``repr`` may change, or is that of another key.
 
     >>> state_dict({"layers": [torch.tensor(1.0), None], "a.b": {0: torch.tensor(2)}})
     {"tree['a.b'][0]": tensor(2), "tree['layers'][0]": tensor(1.)}

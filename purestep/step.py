@@ -72,7 +72,10 @@ SeenSpecs: TypeAlias = dict[Place, deque[tree.TreeSpec]]
 
 
 class SeenParams(NamedTuple):
-    """Holds what a step has seen of params, of each rank."""
+    """Remembers the structures of params that a step has checked and compared on each rank.
+
+    ``launches`` are the gathers of their microbatches, which a failed rank runs for the others.
+    """
 
     checked: SeenSpecs
     comparisons: Comparisons
@@ -95,9 +98,10 @@ def make_update_step(
 ) -> UpdateStep[ParamsT, StateT]:
     """Makes a pure function ``update_step(params, opt_state, microbatches)``.
 
-    It takes one optimizer step and returns ``(params, opt_state, metrics)``. The result does not
-    depend on how you cut the tokens into microbatches and ranks, nor on padding. Without any token,
-    params and state stay as they are, to the bit.
+    It takes one optimizer step and returns ``(params, opt_state, metrics)``. Up to rounding,
+    the result does not depend on how you cut the tokens into microbatches and ranks, nor on
+    padding; ``LossOutput.microbatch_loss`` alone does. Without any token, params and state stay as
+    they are, to the bit.
 
     Args:
         loss_fn: ``loss_fn(params, microbatch)`` returns one loss per token, or ``LossOutput``.

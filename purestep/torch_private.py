@@ -122,9 +122,10 @@ _saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 
 
 def checkpoint_frame() -> Any | None:
-    """Returns the frame of the innermost checkpoint that computes for the first time, or None.
+    """Returns torch's ``_CheckpointFrame`` of the checkpoint that is innermost, or None.
 
-    It has ``recompute_fn``, which the backward pass calls. A checkpoint puts hooks on what is saved
+    None stands for other hooks inside of it, too. The frame has ``recompute_fn``, which the
+    backward pass calls. A checkpoint puts hooks on what is saved
     for the backward pass, and their closure has the frame.
     """
     hooks = _saved_tensors_hooks(False)

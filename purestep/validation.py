@@ -25,7 +25,10 @@ DONATED = "_donated_to_purestep"
 
 
 def check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> None:
-    """Raises unless ``loss_fn`` and ``weight_fn`` are functions, and ``axis`` is an axis."""
+    """Raises unless ``loss_fn`` and ``weight_fn`` are callable, and ``axis`` is an axis.
+
+    A ``loss_fn`` that is a module with parameters raises, too.
+    """
     check_callable("loss_fn", loss_fn)
     if isinstance(loss_fn, torch.nn.Module) and [*loss_fn.parameters()]:
         raise TypeError(

@@ -83,7 +83,7 @@ class ProcessAxis(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """Returns the index of this rank."""
+        """Returns the position of this rank on the axis, from 0 to size - 1."""
 
     @property
     def global_ranks(self) -> frozenset[int]:

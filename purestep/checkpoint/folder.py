@@ -219,7 +219,7 @@ def _to_block(leaf: Tensor | Shard) -> Tensor:
 
 
 class Block(Tensor):
-    """A block of a larger tensor, as ``torch.distributed.checkpoint`` saves and loads it.
+    """Holds a block of a larger tensor, as ``torch.distributed.checkpoint`` saves and loads it.
 
     Its methods with two underscores are torch's interface for tensors that are saved in parts.
     """

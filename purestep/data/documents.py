@@ -83,7 +83,10 @@ def _join_rows(
     pad: Pad,
     per_example: Collection[str],
 ) -> dict[str, Tree]:
-    """Concatenates the examples of each row, by their indices, and stacks the padded rows."""
+    """Joins the examples of each row, by their indices, and stacks the padded rows.
+
+    Adds "positions" and "segments".
+    """
     first = examples[rows[0][0]]
     _, spec = tree.flatten(first)
     mask = mask_per_example_leaves(first, per_example)

@@ -65,6 +65,8 @@ def mask_per_example_leaves(
 ) -> list[bool]:
     """Marks leaves without a length: those without dimensions, and those called one of ``names``.
 
+    Raises ``ValueError`` for a name that no leaf has.
+
     >>> import torch
     >>> example = {"image": torch.ones(8, 8), "reward": torch.tensor(1.0), "tokens": torch.ones(3)}
     >>> mask_per_example_leaves(example, ["image"])

@@ -91,7 +91,11 @@ def backward_of_compiled_loss(
     compile_: bool | Compiler,
     own_leaves: Callable[[], list[Tensor]] | None = None,
 ) -> GradFn:
-    """Differentiates the compiled loss by ``inplace_backward``; without a graph, the loss."""
+    """Makes a function that runs ``inplace_backward`` of the compiled loss.
+
+    Where the loss makes no graph, it warns, and runs the loss eagerly. ``own_leaves`` returns the
+    leaves to differentiate, where they are the parameters of a module.
+    """
     compiled_loss = graph.compile_one_graph(loss_fn, compile_)
     by_autograd = inplace_backward(compiled_loss, own_leaves)
 

@@ -102,7 +102,10 @@ def _make_operation_check(
     frozen_names: Mapping[Any, str],
     uses_keys: bool,
 ) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], None]:
-    """Makes a function that raises if an operation reads, writes or draws what it must not."""
+    """Makes a function that raises if an operation reads, writes or draws what it must not.
+
+    Both mappings name tensors by their storages. With ``uses_keys``, draws without keys raise.
+    """
 
     def check_operation(
         operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]

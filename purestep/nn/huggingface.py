@@ -76,11 +76,11 @@ def check_call(
 
 
 def find_partial_modules(module: Module) -> dict[str, Any]:
-    """Finds modules whose params get a part of their gradient on each rank; returns their meshes.
+    """Returns the mesh of each module whose params get a part of their gradient on each rank.
 
     A ``tp_plan`` has them as "replicated_with_grad_allreduce": norms that see this rank's heads.
     Their hooks sum ``param.grad``, which no pure function has, so ``apply`` takes ``pvary`` of the
-    params instead.
+    params instead. Raises ``ValueError`` where ``forward`` was replaced before the plan.
 
     >>> find_partial_modules(torch.nn.Linear(1, 1))
     {}
@@ -123,7 +123,7 @@ def remove_grad_sums(part: Module) -> None:
 
 
 def _find_in_closure(function: Any, name: str) -> Any:
-    """Finds a variable in the closure of a function, or of the functions there."""
+    """Finds a variable in the closure of a function, or of the functions there; else None."""
     variables = inspect.getclosurevars(function).nonlocals
     if name in variables:
         return variables[name]

@@ -402,7 +402,8 @@ def _parts_of(value: Any) -> list[tuple[Any, Any]]:
 def _constructor_of(value: Any) -> Callable[..., Any] | None:
     """Returns the function that makes a copy from an object's parts; None if it is shared.
 
-    Tensors, containers and plain objects are copied earlier: their function is never called.
+    Tensors, dicts, lists, deques and plain objects are copied earlier: their function is never
+    called.
     """
     cls = type(value)
     if original_function(value) is not None:

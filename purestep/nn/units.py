@@ -143,7 +143,10 @@ def _make_unit_predicate(units: Units) -> Callable[[str, Module], bool]:
 
 
 def _find_owners(module: Module, paths: Mapping[int, str]) -> dict[int, int]:
-    """Finds the unit of each parameter, both by id; those of the root are left out."""
+    """Finds, by ids, the innermost unit that contains every place of a parameter.
+
+    Parameters that no unit contains are left out.
+    """
     # The units around each place of a parameter, the outermost first.
     around: dict[int, list[list[int]]] = {}
     chains: dict[str, list[int]] = {"": []}

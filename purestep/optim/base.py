@@ -151,7 +151,10 @@ def _check_chain(parts: Sequence[object]) -> None:
 
 
 def update_in_place(part: Transform | Optimizer) -> UpdateInPlace:
-    """Returns ``update_``; where a part has none, its ``update`` with the results copied."""
+    """Returns ``update_``, or a function that runs ``update`` and copies its results.
+
+    New params and state are copied over the old ones. A Transform's updates stay as they are.
+    """
     if part.update_ is not None:
         return part.update_
 

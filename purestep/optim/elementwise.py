@@ -65,7 +65,11 @@ class FusedKernel(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Holds the arguments of an update: flattened, and equal in structure and shapes."""
+    """Holds the arguments of an update: flattened, and equal in structure and shapes.
+
+    A column has the leaves of one argument: the gradients, the params, or one tree of the state.
+    ``leaves`` has all of them in a row.
+    """
 
     leaves: list[Tensor]
     columns: list[list[Tensor]]

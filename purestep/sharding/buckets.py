@@ -273,7 +273,10 @@ class GradBuckets:
                     self.sums[index] = unpack_rows(rows, shard_spec)
 
     def run_remaining(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Runs all that is left, and returns the sums of all ranks; other leaves as they are."""
+        """Adds and launches all that is left, waits, and returns the sums of all ranks.
+
+        Of a scattered leaf, that is this rank's shard. Leaves that do not travel stay as they are.
+        """
         self.add_remaining(sums)
         self.launch()
         self.wait()

@@ -48,7 +48,7 @@ def shards_over(shard_specs: ShardSpecs, axis: Axis) -> dict[int, ShardSpec]:
 
 
 def reduce_axes(shard_specs: ShardSpecs, axis: Axis) -> list[Axis | None]:
-    """Returns the ``reduce_axis`` of each leaf, and compares each pair of axes once."""
+    """Returns, for each leaf, the axis over which its gradient is still to be summed, or None."""
     cached: dict[int, Axis | None] = {}
     axes: list[Axis | None] = []
     for shard_spec in shard_specs:
@@ -60,7 +60,10 @@ def reduce_axes(shard_specs: ShardSpecs, axis: Axis) -> list[Axis | None]:
 
 
 def collective_on_shard(op: str, x: Tensor, shard_spec: ShardSpec) -> Tensor:
-    """Gathers a shard, or scatters the sum of full tensors, under any transform."""
+    """Runs a collective along the dimension that a shard was cut along, under any transform.
+
+    "all_gather" gathers a shard. "psum_scatter" sums full tensors, and returns this rank's shard.
+    """
     size = shard_spec.axis.size
     if op == "all_gather":
         num_sent = 1

@@ -173,7 +173,10 @@ class SPMDSession:
         return num_microbatches
 
     def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
-        """Sums the results of all ranks by ``psum``, under any transform."""
+        """Sums the results of all ranks by ``psum``, under any transform.
+
+        With ``gather="step"``, the gradient of a sharded leaf becomes this rank's shard of it.
+        """
         spec = tree.flatten(params)[1]
         shard_specs = tree.shard_specs(spec)
         if not shard_specs:

@@ -346,7 +346,10 @@ def _count_tokens(problem: Problem, run: Run) -> int:
 def _without_dropout(
     observation: Observation, problem: Problem, batch: Batch | None
 ) -> Observation:
-    """Evaluates by the equation after dropout, since nothing is dropped in evaluation."""
+    """Recomputes the evaluation at the observed params by the reference, without dropout.
+
+    Observations without dropout stay as they are.
+    """
     if observation.evaluation is None or not batch or "key" not in batch:
         return observation
     equation = ReferenceTrainer()

@@ -179,7 +179,7 @@ class ThreadAxis(ProcessAxis):
         return self._subaxis(groups, f"{self} across {inner}")
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Returns all threads' values, in order of rank."""
+        """Returns the values of all ranks of this axis, in order of rank."""
         run, rank = self._world.current(self)
         group = self._groups[rank]
         number = self.num_collectives

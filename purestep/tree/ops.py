@@ -54,9 +54,9 @@ def format_leaf(leaf: Any) -> str:
 
 
 def describe_mismatch(actual: Tree, expected: Tree, name: str) -> str | None:
-    """Describes the first leaf in which a tree differs from the expected one; None for no leaf.
+    """Describes the first difference of a tree from the expected one; None if there is none.
 
-    Floating-point dtypes that can hold sums count as equal.
+    A leaf may differ, or the containers. All floating-point dtypes of params count as equal.
 
     >>> describe_mismatch({"w": torch.ones(2)}, {"v": torch.ones(2)}, "params")
     "params['v'] is missing"

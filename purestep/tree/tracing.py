@@ -39,7 +39,10 @@ def can_write(*trees: Tree) -> bool:
 
 
 def may_be_differentiated(leaves: Sequence[Any]) -> bool:
-    """Returns whether derivatives of these leaves may be taken: not by a ``vmap`` alone."""
+    """Returns whether derivatives of these leaves may be taken: not by a ``vmap`` alone.
+
+    While a compiler traces, any transform counts, a ``vmap`` too.
+    """
     if torch_private.forward_level() >= 0:
         return True
     if torch.compiler.is_dynamo_compiling():
