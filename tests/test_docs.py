@@ -67,12 +67,14 @@ def test_the_programs_of_a_page_run(
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     text = page.read_text()
-    names: dict[str, object] = {"__name__": "page"}
+    # The compiler looks for globals in the module of this name.
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     for match in CODE.finditer(text):
         # Empty lines before the code, so that an error names the page's line.
         number = text[: match.start()].count("\n") + 1
         code = "\n" * number + match[1]
-        exec(compile(code, name_page(page), "exec"), names)
+        exec(compile(code, name_page(page), "exec"), vars(module))
     printed = capsys.readouterr().out
     for output in OUTPUT.findall(text):
         assert output in printed
