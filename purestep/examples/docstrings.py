@@ -178,12 +178,12 @@ def print_results(losses: Curves, distances: Curves) -> None:
 
 
 def plot_distances(axes: Any, distances: Curves, dtype: torch.dtype) -> None:
-    """Plots the distances from the large batch, and the resolution of the dtype."""
+    """Plots distances from the run with one batch, and the resolution of the dtype."""
     for name, values in distances.items():
         color = COLORS[name]
         steps = range(1, len(values) + 1)
         picture.plot_line(axes, steps, values, color)
-        picture.annotate_end(axes, name, steps, values, color, shift=(-4, 9))
+        picture.annotate_end(axes, name, steps, values, color, shift=(-4, 20))
     resolution = torch.finfo(dtype).eps
     dtype_name = str(dtype).removeprefix("torch.")
     axes.axhspan(1e-17, resolution, color="0.92")
@@ -196,18 +196,17 @@ def plot_distances(axes: Any, distances: Curves, dtype: torch.dtype) -> None:
         ha="right",
     )
     axes.set_yscale("log")
-    axes.set_ylim(1e-17, 3)
+    axes.set_ylim(1e-17, 1e2)
     axes.set_xlabel("step", fontsize=picture.FONT_SIZE)
 
 
-def plot_loss_differences(axes: Any, losses: Curves) -> None:
-    """Plots how far each run's loss is from that of the run with one batch."""
+def loss_distances(losses: Curves) -> Curves:
+    """Computes how far each run's losses are from those of the run with one batch."""
+    distances = {}
     for name in (MEAN_OF_MEANS, PURESTEP):
         pairs = zip(losses[name], losses[LARGE_BATCH], strict=True)
-        values = [loss - reference for loss, reference in pairs]
-        steps = range(1, len(values) + 1)
-        picture.plot_line(axes, steps, values, COLORS[name])
-    axes.set_xlabel("step", fontsize=picture.FONT_SIZE)
+        distances[name] = [abs(loss - other) / other for loss, other in pairs]
+    return distances
 
 
 def make_optimizer_and_params(
@@ -301,12 +300,12 @@ def compare(options: argparse.Namespace) -> None:
     params, _ = states[PURESTEP]
     print(generate_text(params))
     figure, (left_axes, right_axes) = picture.make_panels(
-        "Relative distance from\nthe run with one batch",
-        "Loss per byte, minus that of\nthe run with one batch",
+        "Parameters: relative distance\nfrom the run with one batch",
+        "Loss: relative distance\nfrom the run with one batch",
     )
     dtype = getattr(torch, options.dtype)
     plot_distances(left_axes, distances, dtype)
-    plot_loss_differences(right_axes, losses)
+    plot_distances(right_axes, loss_distances(losses), dtype)
     picture.save(figure, options.picture)
 
 
