@@ -57,9 +57,9 @@ class KeyedDropout(TorchFunctionMode):
         key_tensor: Any = keys.keys if isinstance(keys, PackedKeys) else keys
         if not isinstance(key_tensor, Tensor) or key_tensor.dtype != torch.int64:
             raise TypeError(
-                "key= takes keys of ps.random, tensors of dtype int64, got "
-                f"{tree.format_leaf(key_tensor)}: pass "
-                "a module's own argument of that name by position"
+                "key= takes keys of ps.random, one for each example, as "
+                f"ps.random.split(ps.random.key(0), rows), got {tree.format_leaf(key_tensor)}; "
+                "pass a module's own argument of that name by position"
             )
         self._keys = keys
         self._next_index = first_index

@@ -165,8 +165,8 @@ def _map_pairs(fn: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> 
             path = paths(old, "(params, opt_state)")[index]
             raise ValueError(
                 f"the optimizer turned {path} from {old_signature} into {signature}: params and "
-                "state keep their shapes and dtypes; was opt_state made by optimizer.init of these "
-                "params?"
+                "state keep their shapes and dtypes. Let init return what update returns, and make "
+                "opt_state by optimizer.init of these params"
             )
     results = []
     for new_leaf, old_leaf in zip(new_leaves, old_leaves, strict=True):
