@@ -125,8 +125,8 @@ def checkpoint_frame() -> Any | None:
     """Returns torch's ``_CheckpointFrame`` of the checkpoint that is innermost, or None.
 
     None stands for other hooks inside of it, too. The frame has ``recompute_fn``, which the
-    backward pass calls. A checkpoint puts hooks on what is saved
-    for the backward pass, and their closure has the frame.
+    backward pass calls. A checkpoint puts hooks on what is saved for the backward pass, and their
+    closure has the frame.
     """
     hooks = _saved_tensors_hooks(False)
     if not hooks:

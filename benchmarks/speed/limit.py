@@ -30,7 +30,6 @@ PRODUCTS = {
     "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default",
     f"{ATTENTION}.default", f"{ATTENTION}_backward.default",
 }  # fmt: skip
-FLOOR = "floor"
 BFLOAT16 = "purestep, compiled, bfloat16 autocast"
 MEDIUM = 'purestep, compiled, matmul precision "medium"'
 TUNED = "purestep, compiled, max-autotune"
@@ -149,6 +148,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.report:
         torch.set_num_threads(1)
+        timing.same_cores()
         options.report.write_text(json.dumps(measure(options)))
         return
     launches = [
@@ -164,7 +164,7 @@ def main() -> None:
     of_floor = {way: seconds / floor for way, seconds in table["seconds"].items()}
     timing.show("GPT, 4M parameters, one thread", table)
     print(
-        f"\n{FLOOR}: {1e3 * floor:.1f} ms, of which products {1e3 * parts['products']:.1f}"
+        f"\nfloor: {1e3 * floor:.1f} ms, of which products {1e3 * parts['products']:.1f}"
     )
     for way, ratio in of_floor.items():
         print(f"  {way}: {ratio:.2f} of the floor")
