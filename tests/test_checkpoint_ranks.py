@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 import purestep as ps
+from purestep.checkpoint.folder import Block
 from purestep.testing.processes import World, values
 from tests.checkpoint_states import assert_same_bits, zeros_like
 from tests.memory import LiveBytes
@@ -233,6 +234,20 @@ def test_a_full_disk_of_one_rank_reaches_all(
         assert re.search(rf"{path}.*cannot be written \(", text)
         assert "File too large" in text or "rank 1: " in text
     assert not list_files(path)
+
+
+def test_ctrl_c_while_shards_are_written_is_no_error_of_the_disk(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's writer turns each exception into one that any rank can raise."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Block, "__get_tensor_shard__", interrupt)
+    with group_of_one(), pytest.raises(KeyboardInterrupt):
+        ps.checkpoint.save(path, sharded(torch.ones(3)))
+    assert list_files(path.parent) == set()
 
 
 def test_a_name_that_is_taken_is_refused(three: World, path: Path) -> None:

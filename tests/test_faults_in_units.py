@@ -47,7 +47,7 @@ IN_A_BLOCK: dict[str, Callable[[Tensor], Any]] = {
     "forward": lambda x: fail(ArithmeticError),
     "exit": lambda x: fail(SystemExit),
     "backward": lambda x: FailsBackward.apply(x, ArithmeticError),
-    "interrupted backward": lambda x: FailsBackward.apply(x, KeyboardInterrupt),
+    "exit from backward": lambda x: FailsBackward.apply(x, SystemExit),
     "nothing reaches the params": Tensor.detach,
 }
 
@@ -120,7 +120,7 @@ FAULTS = {
     "exit": Fault("exit"),
     "backward": Fault("backward"),
     "backward of the second microbatch": Fault("backward", microbatch=1),
-    "interrupted backward": Fault("interrupted backward", microbatch=1),
+    "exit from backward": Fault("exit from backward", microbatch=1),
     "nothing reaches the params": Fault("nothing reaches the params"),
     "weights": Fault("weights", microbatch=1),
     "after the last microbatch": Fault("tail"),

@@ -161,6 +161,8 @@ def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
             on_first_rank(group, rename_to_target)
         except CheckpointException as failure:  # It is no Exception.
             rank, (error, _) = min(failure.failures.items())
+            if not isinstance(error, Exception):
+                raise error from failure  # As Ctrl-C raises it elsewhere.
             raise OSError(f"rank {rank}: {error}") from error
         finally:
             if is_first(group):

@@ -61,7 +61,8 @@ class Session(Protocol):
     """One update of all ranks: ``with open_session(...) as session``.
 
     Every rank calls ``all_reduce_counts``, then ``grad_hook`` if gradients are to be summed, then
-    ``all_reduce_grads``, in this order. An exception inside the ``with`` reaches all ranks.
+    ``all_reduce_grads``, in this order. An exception inside the ``with`` reaches all ranks, except
+    for a ``KeyboardInterrupt``, which ends its process.
 
     >>> from purestep import LocalAxis
     >>> counts = TokenCounts(torch.tensor(3), torch.tensor(1))
@@ -271,6 +272,10 @@ class MultiProgramSession:
     def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> None:
         self._gathers.stop()
         if error is None or self._awaited is None:
+            return
+        if isinstance(error, KeyboardInterrupt):
+            # It comes between any two instructions, also after a collective was noted and before it
+            # was launched: what the others wait for is unknown. They see that the process ends.
             return
         if isinstance(error, RankLeftError):
             self._raise_why_ranks_left()
