@@ -160,7 +160,10 @@ def as_loss_output(output: object) -> LossOutput:
 
 
 def match_weights(terms: LossOutput, counted: Tensor | None) -> Tensor:
-    """Returns the counted weights, else those of the loss, checked, on the losses' device."""
+    """Returns the weights, counted or of the loss, on the losses' device.
+
+    Raises unless there is exactly one of the two, plain and of the shape of the losses.
+    """
     if counted is not None and terms.weights is not None:
         raise ValueError(
             "the weights come twice, from weight_fn and from LossOutput.weights: pass "

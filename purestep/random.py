@@ -328,9 +328,9 @@ def _draw_by_fours(
     last_size: int,
     convert: WordFn,
 ) -> Tensor:
-    """Draws along a new last dimension, whose coordinate counts by fours.
+    """Draws along a new last dimension, whose counter is that of a block of four elements.
 
-    There are four words to a set of counters, and each is one element.
+    ``philox`` makes four words from one set of counters. Those beyond ``last_size`` are dropped.
     """
     num_fours = (last_size + 3) // 4
     fours = torch.arange(num_fours, device=key.device)

@@ -89,7 +89,7 @@ def stack(microbatches: Sequence[Microbatch]) -> Stacked:
 
 
 def _check_alike(batches: Sequence[Tree]) -> None:
-    """Raises unless all have the structure, the dtypes and the shapes of the first."""
+    """Raises unless the leaves are tensors, and all batches are like the first but for values."""
     first_leaves, first_spec = tree.flatten(batches[0])
     for number, batch in enumerate(batches):
         leaves, spec = tree.flatten(batch)

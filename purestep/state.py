@@ -92,7 +92,10 @@ def named_leaves(tree: Tree) -> NamedLeaves:
 
 
 def _make_named_leaf(name: str, leaf: Any, shard_spec: ShardSpec | None) -> NamedLeaf:
-    """Wraps a local shard in ``Shard`` again, and raises for anything but a plain tensor."""
+    """Detaches a plain tensor, and wraps it in ``Shard`` again if it is one.
+
+    Raises for anything but a plain tensor.
+    """
     tensor = _detach_plain(name, leaf)
     # An optimizer's step count, in the state of a sharded parameter, is not sharded.
     if shard_spec is None or tensor.ndim != len(shard_spec.shape):

@@ -440,7 +440,10 @@ def _apply_recorded(
     params: Params,
     applied: Tensor,
 ) -> tuple[Params, OptState]:
-    """Updates out of place, so that a transform, a compiler or autograd can follow the values."""
+    """Updates out of place, so that a transform, a compiler or autograd can follow the values.
+
+    Where ``applied`` is False, params and state stay as they are.
+    """
     concrete = tree.concrete(applied)
     if concrete is not None and not concrete.any():  # in no member of an ensemble
         params, opt_state = tree.map(torch.clone, (params, opt_state))

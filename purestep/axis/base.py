@@ -25,7 +25,7 @@ class RankError(RuntimeError):
 
 
 class Axis(Protocol):
-    """Ranks over which the tokens of a batch are spread.
+    """Runs collectives over the ranks that share the tokens of a batch.
 
     >>> from purestep import LocalAxis
     >>> axis: Axis = LocalAxis()

@@ -56,9 +56,10 @@ def shares_ranks(one: Axis, other: Axis) -> bool:
 
 
 def is_subaxis(inner: Axis, axis: Axis) -> bool:
-    """Returns whether an axis is the other one, or holds a subset of its ranks.
+    """Returns whether ``inner`` is ``axis``, or two or more ranks that all belong to ``axis``.
 
-    That may be all of them, where the other axis has a further dimension of size 1.
+    They may be all of its ranks, where ``axis`` has a further dimension of size 1. Another axis of
+    one rank is none, nor is one whose ranks are unknown.
 
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)

@@ -9,7 +9,7 @@ from purestep.types import Tree
 
 
 class LocalAxis:
-    """One rank, which holds all tokens.
+    """Stands for a single rank, which holds all tokens.
 
     >>> from purestep import psum
     >>> psum(torch.tensor(3), LocalAxis())

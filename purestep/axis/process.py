@@ -73,7 +73,7 @@ class ProcessAxis(ABC):
     @property
     @abstractmethod
     def process_group(self) -> ProcessGroup:
-        """Returns the process group of the ranks."""
+        """Returns the ranks as a ``ProcessGroup``, which runs collectives on plain tensors."""
 
     @property
     @abstractmethod

@@ -221,7 +221,10 @@ def print_accuracies(accuracies: Accuracies, epsilons: Sequence[float]) -> None:
 
 
 def plot_accuracies(axes: Any, x: Sequence[float], accuracies: Accuracies) -> None:
-    """Plots a curve for each size of the data, and a line for the accuracy without noise."""
+    """Plots a curve over ``x`` for each size of the data, and a grey line at chance.
+
+    The first accuracy of a size is without noise: a dotted line.
+    """
     curves = zip(accuracies.values(), COLORS, strict=True)
     for values, color in curves:
         without_noise, *with_noise = values

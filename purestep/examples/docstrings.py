@@ -329,7 +329,7 @@ class RankShares(Iterator[list[Batch]]):
 
 
 def encode_settings(settings: Settings) -> dict[str, Tensor]:
-    """Encodes the settings as tensors of one shape, for a checkpoint to hold."""
+    """Encodes each setting for a checkpoint: the bytes of its ``repr``, padded to 32."""
     encoded = {}
     for name, value in settings.items():
         text = repr(value).encode().ljust(32)

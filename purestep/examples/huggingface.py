@@ -315,7 +315,10 @@ def train_llama(
     examples: Mapping[str, Sequence[Batch]],
     held_out: Mapping[str, Sequence[Batch]],
 ) -> tuple[Losses, RowChanges]:
-    """Trains a Llama on Python's docstrings, saves it, and checks that it loads."""
+    """Trains a Llama on Python's docstrings, saves it, and checks that it loads.
+
+    Returns its losses, and what ``compare_rows`` measures.
+    """
     folder = options.out / "llama"
     model = make_small_llama(len(tokenizer))
     params, apply = ps.from_module(model)

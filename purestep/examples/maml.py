@@ -179,7 +179,7 @@ def select_largest(tasks: Batch) -> Batch:
 
 
 def average_errors(errors: Tensor) -> Tensor:
-    """Averages errors over tasks and their points; one mean for each update is left_axes."""
+    """Averages errors of shape (tasks, updates, points) to one mean for each update."""
     return errors.mean((0, 2))
 
 

@@ -145,9 +145,10 @@ def _compute_chunk(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, 
 
 
 def _index_in_chunk(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Returns labels as indices into a chunk, and whether they lie inside: both (tokens, 1).
+    """Returns which labels lie in a chunk, and their indices, which are 0 for the others.
 
-    Labels outside have the index 0.
+    The labels count from the chunk's first class. Both results are of shape (tokens, 1), the
+    indices first.
     """
     labels = labels.unsqueeze(-1)
     is_inside = (labels >= 0) & (labels < num_classes)

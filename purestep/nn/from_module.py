@@ -406,7 +406,9 @@ class Apply:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Returns what tells a call from other kinds of calls; None if such a call was checked.
+        """Returns the signature of a call of a new kind; None for kinds that were checked.
+
+        It is None for all calls once there are ``MAX_SIGNATURES`` kinds.
 
         A call of another kind may take another branch of the module: under ``no_grad``, with other
         names of arguments, with other flags and texts such as ``reduction="mean"``.

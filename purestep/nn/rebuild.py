@@ -68,7 +68,7 @@ class Copies(NamedTuple):
     containers: list[Any]
 
     def container(self, number: int) -> Any:
-        """Returns a container by its number in the recipe; the first ones are attributes."""
+        """Returns a container by its number; the first ones are the objects' ``__dict__``."""
         if number < len(self.objects):
             return self.objects[number].__dict__
         return self.containers[number]
@@ -287,7 +287,11 @@ def named_contents(module: Module) -> Iterator[tuple[str, Any]]:
 def _find_holders(
     module: Module, parts_by_id: dict[int, Any], shared: Collection[int]
 ) -> dict[int, list[Any]]:
-    """Finds all that a module leads to: the id of each object, and the objects that hold it."""
+    """Maps the id of each object that a module leads to, to the objects that hold it.
+
+    Goes into functions only where a module or a closure holds them, and not into dicts in
+    ``shared``. An int that is a key of ``parts_by_id`` stands for that part.
+    """
     holders: dict[int, list[Any]] = {id(module): []}
     queue: list[Any] = [module]
     for holder in queue:  # It grows on the way.
@@ -435,7 +439,7 @@ def _contents_of(cell: CellType) -> tuple[Any, ...]:
 
 
 def _parts_of_function(function: FunctionType) -> list[Any]:
-    """Returns the defaults of a function, those of its keywords first, and its cells."""
+    """Returns the defaults of keywords, then the other defaults as one tuple, then the cells."""
     defaults = function.__defaults__ or ()
     keyword_defaults = function.__kwdefaults__ or {}
     cells = function.__closure__ or ()

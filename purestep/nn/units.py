@@ -323,7 +323,10 @@ def _recompute(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> An
 
 
 def _gather_again(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> Any:
-    """Runs a unit whose activations stay, but not its params: the backward pass gathers them."""
+    """Runs a unit without keeping its gathered params: the backward pass gathers them again.
+
+    Under transforms, in which autograd saves nothing, they stay as tensors of the graph.
+    """
     # What a checkpoint computes again gathers again.
     is_saving = torch.is_grad_enabled() and not in_checkpoint()
     params = unit.unshard(unit.shards)

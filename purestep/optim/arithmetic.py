@@ -41,7 +41,7 @@ class Arithmetic(Protocol):
         """Computes x · factor."""
 
     def mul_(self, x: Any, factor: Number) -> Any:
-        """Computes x · factor."""
+        """Computes x · factor, perhaps in the memory of x."""
 
     def div(self, x: Any, divisor: Tensor) -> Any:
         """Divides x by a scalar tensor."""

@@ -192,7 +192,7 @@ def update_by_copy(
 
 
 def _clone_views_of(old_leaves: Sequence[Tensor], results: Tree) -> Tree:
-    """Clones results that share memory with an old leaf, unless they are its successor.
+    """Clones results that share memory with an old leaf, unless that very leaf stays in its place.
 
     An ``update`` that swaps two leaves of the state returns both: a copy over the first would
     change the second before it is read.

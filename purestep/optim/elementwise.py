@@ -275,10 +275,10 @@ def write_group(
     applied: Tensor | None,
     updates: list[Tensor] | None,
 ) -> None:
-    """Applies a formula to a group of rows in place.
+    """Applies a formula to a group of rows in place, unless ``applied`` is False.
 
-    An Optimizer's (without ``updates``) writes to params and slots, a Transform's to slots and into
-    ``updates``.
+    The formula of an Optimizer writes to params and slots; then ``updates`` is None. That of a
+    Transform writes to slots, and its results into ``updates``.
     """
     if updates is None:
         update_params_(formula, group.columns, applied)

@@ -183,7 +183,7 @@ class OptimizerFactory:
 
     @property
     def alternative(self) -> str:
-        """Names an optimizer to take where a transform cannot follow steps in place."""
+        """Returns what errors suggest where a transform cannot follow steps in place."""
         if self.name in PURE_NAMESAKES:
             return f"ps.optim.{PURE_NAMESAKES[self.name]}, which is plain arithmetic"
         return PURE_OPTIMIZERS
@@ -247,7 +247,10 @@ def check_no_shards(factory: OptimizerFactory, structure: tree.TreeSpec) -> None
 def zeros_like_state(
     factory: OptimizerFactory, state: dict[str, Any]
 ) -> dict[str, Tensor | None]:
-    """Returns the state of one parameter before its first step; raises if it holds no tensors."""
+    """Returns the state of one parameter before its first step: zeros, like a state after it.
+
+    Raises unless each of its values is a tensor or None.
+    """
     zeros: dict[str, Tensor | None] = {}
     for key, value in state.items():
         if value is None:

@@ -75,7 +75,7 @@ class _Bucket:
             self.wait = self.key.reduce_axis.launch(self.memory[0])
 
     def receive_shards(self) -> None:
-        """Waits for a scatter or gather, whose result replaces the memory, and frees that."""
+        """Waits for a launched scatter or gather, and takes its result as the memory."""
         if self.key.scatter_axis is None or self.wait is None:
             return
         received = self.wait()

@@ -135,7 +135,7 @@ def open_session(
 
 @dataclass
 class SPMDSession:
-    """The session of ranks that run one program: a single rank, simulated or compiled ones."""
+    """Runs the update of ranks that run one program: a single rank, simulated or compiled ones."""
 
     axis: Axis
     gather: Gather
@@ -205,9 +205,9 @@ class SPMDSession:
 
 
 class LocalSession(SPMDSession):
-    """The session of a single rank, on which there is nothing to reduce.
+    """Runs the update of a single rank: it gathers and reduces nothing but sharded params.
 
-    Only a ``Shard`` makes a difference: over another axis, the loss sees this rank's shard.
+    These may be sharded over another axis: the loss then sees this rank's shard.
     """
 
     def all_reduce_counts(
@@ -235,11 +235,14 @@ class LocalSession(SPMDSession):
 
 
 class MultiProgramSession:
-    """The session of ranks that run their own programs: one may hold nothing, disagree, or fail.
+    """Runs the update of ranks with programs of their own, which may hold no microbatch, or fail.
 
     All ranks send two status messages: one before the backward passes, one after them. On the
-    host, each is read at once. On a device, where reading would wait, nothing is read before all
-    work is queued: the first message is read at the second, and a rank that fails between
+    host, each is read at once.
+
+    On a device, reading would wait for all that is queued. The first message is read with the
+    second, or by ``max_microbatches`` if the ranks cannot meet on the host. The second one is read
+    only if a rank holds no microbatch, or if units gather in an order. A rank that fails between
     ``all_reduce_counts`` and ``all_reduce_grads`` raises alone.
     """
 

@@ -133,9 +133,10 @@ def _compute_norms(params: Mapping[str, Tensor]) -> dict[str, float]:
 def _gradient_majorants(problem: Problem, batches: Batches) -> _Majorants:
     """Estimates the majorants from rows' losses and gradients, as if all batches were one update.
 
-    The gradient's majorant is Σ sₘ‖gₘ‖, where row m has the share sₘ of all weight. Each norm is
-    over all parameters together. A parameter whose own gradient is zero still has errors, from
-    terms that cancel.
+    The gradient's majorant is G = Σ sₘ‖gₘ‖, where row m has the share sₘ of all weight. Each norm
+    is over all parameters together, since a gradient that cancels to zero has errors, too. That of
+    a parameter is its norm plus the learning rate times G. That of an evaluation is the larger one
+    of its loss and of the loss before.
     """
     trainer = ReferenceTrainer()
     trainer.start(problem, 1)

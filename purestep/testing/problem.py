@@ -97,7 +97,7 @@ class Linear(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps ``(rows, length, features)`` to predictions of shape ``(rows, length)``."""
+        """Predicts ``(rows, length)`` of ``(rows, length, features)``, with dropout in training."""
         x = functional.dropout(x, self.dropout, self.training)
         return x @ self.weight + self.bias
 

@@ -287,7 +287,7 @@ def _equalize_sizes(groups: list[Rows]) -> None:
 
 
 def _equalize_weights(groups: list[Rows]) -> None:
-    """Gives all rows the weights of one."""
+    """Gives all rows the weights of the first row in the first group that has any."""
     counted = [row for row in groups[0] if row.total]
     pattern = counted[0]
     for i, rows in enumerate(groups):
@@ -309,7 +309,10 @@ def _add_weight(row: Row, capabilities: Capabilities) -> None:
 
 
 def _round_up_total(rows: Rows, capabilities: Capabilities) -> None:
-    """Raises the sum of all weights to a power of two, the last rows first."""
+    """Adds weights until their sum is a power of two: one to a row in turn, from the last row on.
+
+    Rows without weight get none. One row at least must have some.
+    """
     counted = [row for row in rows if row.total]
     counted.reverse()
     total = _total(rows)

@@ -118,7 +118,10 @@ def _sum_of_squares(leaves: list[Tensor]) -> Tensor:
 
 
 def _sqrt(total: Tensor) -> Tensor:
-    """Computes √total, with the derivative zero at zero."""
+    """Computes √total; at zero it has the derivative 1.
+
+    So the derivative of √Σx² is 0 at x = 0, and not NaN.
+    """
     value = concrete_scalar(total)
     if value is not None and value >= 0 and not may_be_differentiated([total]):
         # MKL's root, which torch takes, is not correctly rounded.

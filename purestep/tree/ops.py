@@ -36,7 +36,10 @@ def detach_leaves(leaves: Sequence[Any]) -> list[Any]:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor to a device, and waits only for the host, which could read it too early."""
+    """Moves a tensor to a device, or returns it if it is there.
+
+    Waits only for copies to the CPU, which could read them too early.
+    """
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
