@@ -50,7 +50,10 @@ class Axis(Protocol):
         """Returns the global ranks of the axis; empty if unknown."""
 
     def apply(self, op: str, x: Tensor) -> Tensor:
-        """Runs psum, pvary, all_gather or psum_scatter on one tensor."""
+        """Runs psum, pvary, all_gather or psum_scatter on one tensor.
+
+        all_gather returns a new dimension 0 over the ranks; psum_scatter takes one, and removes it.
+        """
 
     def apply_tree(self, op: str, x: Any) -> Any:
         """Runs psum or pvary on every leaf; all are floats or int64."""

@@ -39,9 +39,10 @@ def check_axis(axis: Axis) -> None:
 
 
 def shares_ranks(one: Axis, other: Axis) -> bool:
-    """Returns whether two axes have more than this one rank in common.
+    """Returns whether two axes are equal, or have two or more ranks in common.
 
-    Shards over one then differ along the other. Two dimensions of a mesh meet in this rank alone.
+    Shards over one then differ along the other. Two dimensions of a mesh share only the
+    rank that calls. Unknown ranks are never in common.
 
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)
@@ -58,8 +59,8 @@ def shares_ranks(one: Axis, other: Axis) -> bool:
 def is_subaxis(inner: Axis, axis: Axis) -> bool:
     """Returns whether ``inner`` is ``axis``, or two or more ranks that all belong to ``axis``.
 
-    They may be all of its ranks, where ``axis`` has a further dimension of size 1. Another axis of
-    one rank is none, nor is one whose ranks are unknown.
+    They may be all of its ranks, where ``axis`` has a further dimension of size 1. An ``inner`` of
+    one rank, or of unknown ranks, counts only if it equals ``axis``.
 
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)
@@ -74,7 +75,7 @@ def is_subaxis(inner: Axis, axis: Axis) -> bool:
 
 
 def psum(x: Tree, axis: Axis) -> Tree:
-    """Sums each leaf over all ranks. Every rank gets the same sum.
+    """Sums each leaf over all ranks, integers and bools in int64. Every rank gets the same sum.
 
     In a loss, write ``pvary(psum(x, axis), axis)``: each rank differentiates the losses of its
     tokens, and ``pvary`` sums what all ranks send back to x. Without it, x gets this rank's part of

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MeshAxis(ProcessAxis):
-    """The processes along one or several dimensions of a ``DeviceMesh``, as under ``torchrun``.
+    """Spans processes along one or several dimensions of a ``DeviceMesh``, as under ``torchrun``.
 
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         update_step = ps.make_update_step(loss_fn, optimizer, axis=ps.MeshAxis(mesh, "dp"))
@@ -43,7 +43,8 @@ class MeshAxis(ProcessAxis):
         mesh: from ``torch.distributed.device_mesh.init_device_mesh``, with ``mesh_dim_names``.
         dims: the name of a dimension, or several names in the order of the mesh.
         bucket_bytes: the bytes of gradients in one collective. The first holds at most a megabyte.
-            Smaller buckets leave earlier in the backward pass; larger ones make fewer calls.
+            A larger leaf travels alone. Smaller buckets leave earlier in the backward pass;
+            larger ones make fewer calls.
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> store = torch.distributed.HashStore()
@@ -93,17 +94,17 @@ class MeshAxis(ProcessAxis):
 
     @property
     def process_group(self) -> MeshGroup:
-        """Returns the process group, as collectives take it."""
+        """Returns the ``MeshGroup``, which names the process group and runs its collectives."""
         return self._process_group
 
     @property
     def num_collectives(self) -> int | None:
-        """Counts the collectives that its group has begun; None if that does not count."""
+        """Counts the collectives that the device's backend has begun; None if it does not count."""
         return torch_private.count_collectives(self._group, self.device)
 
     @property
     def has_host_backend(self) -> bool:
-        """Returns whether its group has a backend for the host: all but "nccl" alone."""
+        """Returns whether its group has a backend for the host, as "cpu:gloo,cuda:nccl" has."""
         return self.on_host or "cpu:" in dist.get_backend_config(self._group)
 
     @property
@@ -125,7 +126,10 @@ class MeshAxis(ProcessAxis):
         return hash(self._process_group)
 
     def launch(self, x: Tensor, op: str = "psum") -> Wait:
-        """Launches a collective on contiguous memory, into which a psum is written."""
+        """Launches a collective on contiguous memory, and returns the function that waits for it.
+
+        A psum is written into ``x``. The result of another op is a new vector.
+        """
         if op == "psum":
             return self._launch_psum(x)
         with explain_lost_ranks(self.process_group):
@@ -158,7 +162,8 @@ class MeshAxis(ProcessAxis):
     def complement(self, inner: ProcessAxis) -> MeshAxis:
         """Returns the axis over the dimensions that its subaxis ``inner`` does not have.
 
-        Raises ``ValueError`` if ``inner`` does not consist of some of the dimensions.
+        All ranks call it together, since the first call may make a process group. Raises
+        ``ValueError`` unless ``inner`` consists of some, but not all, of the dimensions.
         """
         dims = getattr(inner, "dims", ())
         others = tuple(dim for dim in self.dims if dim not in dims)

@@ -67,7 +67,7 @@ COLLECTIVES = {
 
 
 class ProcessGroup(Protocol):
-    """Ranks that run their own programs."""
+    """Runs collectives over ranks that run their own programs: not torch's class of this name."""
 
     def run(self, op: str, x: Tensor) -> Tensor:
         """Runs a collective, to which each rank brings one plain tensor."""

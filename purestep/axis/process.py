@@ -21,7 +21,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class Launch(NamedTuple):
-    """Describes a collective that a rank has launched."""
+    """Describes a gather or scatter of shards, which a rank launches or is about to launch."""
 
     unit: str
     """The unit whose params it gathers; empty for others, and for gradients."""
@@ -102,13 +102,13 @@ class ProcessAxis(ABC):
             log.current.append(name)
 
     def end_gather(self) -> None:
-        """Notes that what this rank launches from here on goes by the name before, or by none."""
+        """Ends the last ``begin_gather``: launches get the name of the one around it, or none."""
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
             log.current.pop()
 
     def log_launch(self, op: str, x: Tensor) -> None:
-        """Notes that this rank is about to launch a gather or scatter, and of what."""
+        """Notes what this rank is about to gather or scatter; a listener of the log may raise."""
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
             unit = "".join(log.current[-1:])
@@ -118,7 +118,7 @@ class ProcessAxis(ABC):
                 listener(launch)
 
     def stop_gather_log(self) -> None:
-        """Stops to note."""
+        """Stops the log of this rank's gathers and scatters, if one has started."""
         self._gather_logs.pop((self.rank, self.global_ranks), None)
 
     @property
@@ -180,11 +180,15 @@ class ProcessAxis(ABC):
 
     @abstractmethod
     def launch(self, x: Tensor, op: str = "psum") -> Wait:
-        """Launches a collective on contiguous memory, into which a psum is written."""
+        """Launches a collective on contiguous memory, and returns the function that waits for it.
+
+        A psum is written into ``x``. The result of another op is new memory, whose shape
+        depends on the class of the axis.
+        """
 
     @abstractmethod
     def complement(self, inner: ProcessAxis) -> ProcessAxis:
-        """Returns the axis over those of its ranks with this one's index over its subaxis."""
+        """Returns the axis over those of its ranks that have this rank's index along ``inner``."""
 
     def gather_object(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, in order of rank, to explain an error."""
@@ -192,7 +196,10 @@ class ProcessAxis(ABC):
 
 
 def _split_by_dtype(leaves: Sequence[Tensor], max_bytes: int) -> Iterator[list[int]]:
-    """Yields the positions of leaves that share dtype and device, up to ``max_bytes`` of them."""
+    """Yields positions of leaves of one dtype and device: ``max_bytes`` at most, or a single leaf.
+
+    Empty leaves are left out.
+    """
     open_parts: dict[Any, list[int]] = {}
     num_bytes: dict[Any, int] = {}
     for index, leaf in enumerate(leaves):

@@ -47,7 +47,7 @@ class VmapAxis:
         *,
         randomness: Literal["error", "same", "different"] = "error",
     ) -> Callable[..., Any]:
-        """Makes a function that every rank runs.
+        """Makes a function that runs ``fn`` on every rank.
 
         ``in_dims`` and ``out_dims`` are as in ``torch.vmap``, for trees: an integer is the
         dimension of the leaves that runs over ranks, None means that every rank has the same. An
@@ -121,7 +121,7 @@ def _rank_indices() -> dict[VmapAxis, Tensor]:
 def bind_rank_indices(
     axes: Sequence[VmapAxis], indices: Sequence[Tensor]
 ) -> Iterator[None]:
-    """Sets the rank indices of axes in this thread, while they map, or what they mapped reruns."""
+    """Sets the rank indices of axes in this thread, inside the ``with``."""
     outer = _rank_indices()
     _thread.rank_indices = outer | dict(zip(axes, indices, strict=True))
     try:

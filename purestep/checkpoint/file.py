@@ -25,7 +25,7 @@ UNFINISHED = ".unfinished"
 
 
 def write_file(path: File, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors to a file, which replaces the old one at once."""
+    """Writes tensors and a checksum to a file; an older file is replaced atomically."""
     sorted_tensors = {
         name: tensors[name].cpu().contiguous() for name in sorted(tensors)
     }
@@ -103,7 +103,7 @@ def make_damage_error(path: File) -> ValueError:
 
 @contextmanager
 def path_in_errors(path: File) -> Iterator[None]:
-    """Adds the path, and what to do, to errors of the system."""
+    """Raises an ``OSError`` with the path and advice, where the block fails to write."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -116,7 +116,11 @@ def path_in_errors(path: File) -> Iterator[None]:
 
 
 def _make_spec(tensor: Tensor) -> TensorSpec:
-    """Describes a tensor to safetensors, whose own ``save_file`` needs numpy."""
+    """Describes a tensor to safetensors, by the address of its memory.
+
+    The tensor must be contiguous, on the host, and kept until the file is written. The
+    ``save_file`` of safetensors needs numpy.
+    """
     # Without "_x2" it refuses two numbers of four bits in a byte, which it writes and cannot read.
     dtype = str(tensor.dtype).removeprefix("torch.").removesuffix("_x2")
     return TensorSpec(
@@ -128,7 +132,7 @@ def _make_spec(tensor: Tensor) -> TensorSpec:
 
 
 def _add_to_checksum(checksum: int, name: str, tensor: Tensor) -> int:
-    """Continues a checksum by a tensor's name, dtype, shape and values."""
+    """Continues a checksum by a contiguous host tensor's name, dtype, shape and values."""
     checksum = zlib.crc32(f"{name}: {format_leaf(tensor)}".encode(), checksum)
     if not tensor.nbytes:
         return checksum  # For the null pointer of an empty tensor, crc32 would start again at 0.

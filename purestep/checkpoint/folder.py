@@ -42,7 +42,10 @@ _CRC_OF_SEALED = 0x2144DF1C
 
 
 def save_group(tree: Tree) -> Group:
-    """Returns the group of all processes if a tensor is sharded, else None."""
+    """Returns the group of all processes if a leaf is a ``Shard``, else None.
+
+    Raises ``ValueError`` if a leaf is a ``Shard``, but there is no process group.
+    """
     nodes, _ = trees.flatten(tree, is_shard)
     if not any(is_shard(node) for node in nodes):
         return None
@@ -51,7 +54,7 @@ def save_group(tree: Tree) -> Group:
 
 
 def is_first(group: Group) -> bool:
-    """Returns whether this rank does what only one of them has to do."""
+    """Returns whether this rank is the first of the group, or saves without a group."""
     return group is None or dist.get_rank(group) == 0
 
 
@@ -62,7 +65,8 @@ def on_all_ranks(
 ) -> T:
     """Calls ``act`` on all ranks; raises on all if it fails on one, or if results differ.
 
-    The rank on which it fails raises its own error, the others a ``RankError`` that names the rank.
+    A rank on which it fails raises its own error, the others a ``RankError`` that names the first
+    such rank. If results differ, all raise ``ValueError``. Else each rank returns its result.
 
     Args:
         group: the ranks. None: only this process calls ``act``.
@@ -103,7 +107,7 @@ def on_first_rank(group: Group, act: Callable[[], None]) -> None:
 
 
 def gather_objects(group: Group, value: Any) -> list[Any]:
-    """Gathers a small object of each rank."""
+    """Gathers a small object from each rank; every rank gets all of them, in rank order."""
     values: list[Any] = [None] * dist.get_world_size(group)
     with explain_lost_ranks("the ranks of a checkpoint"):
         dist.all_gather_object(values, value, group=group)
@@ -113,7 +117,8 @@ def gather_objects(group: Group, value: Any) -> list[Any]:
 def make_difference_error(group: Group, description: set[str]) -> ValueError:
     """Makes the error that names the first rank whose description differs from rank 0's.
 
-    Rank 0 alone sends its whole description, each other rank one difference.
+    All ranks call it, after at least one description differed. Rank 0 alone sends its whole
+    description, each other rank one difference.
     """
     received: list[Any] = [description]
     dist.broadcast_object_list(received, group=group, group_src=0)
@@ -127,7 +132,11 @@ def make_difference_error(group: Group, description: set[str]) -> ValueError:
 
 
 def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
-    """Writes the shards of all ranks to a folder, or without a group the tensors to a file."""
+    """Writes the shards of all ranks to a new folder; without a group, the tensors to a file.
+
+    All ranks of the group call it. A file that exists is replaced; a folder that holds files is
+    an error on all ranks.
+    """
     if group is None:
         tensors = {name: state.local_tensor(leaf) for name, leaf in leaves.items()}
         write_file(path, tensors)
@@ -172,7 +181,8 @@ def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
 def read_folder(path: File, like: NamedLeaves) -> SavedLeaves:
     """Reads the leaves of ``like`` from a folder; of a ``Shard``, this rank's part.
 
-    Each rank reads for itself, and only the files that hold its shards.
+    Each rank reads for itself, and only the files that hold its part of the leaves. Raises
+    ``ValueError`` as ``read_file`` does.
     """
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -200,7 +210,10 @@ def read_folder(path: File, like: NamedLeaves) -> SavedLeaves:
 
 
 def _to_block(leaf: Tensor | Shard) -> Tensor:
-    """Returns a tensor as it is; of a ``Shard``, a block that shares its memory."""
+    """Returns a tensor as it is; of a ``Shard``, a block that shares its memory.
+
+    Raises ``TypeError`` for a ``Shard`` over an axis that is no ``MeshAxis``.
+    """
     if isinstance(leaf, Tensor):
         return leaf
     (local,), spec = trees.flatten(leaf)
@@ -235,7 +248,7 @@ class Block(Tensor):
         return self.full_shape if dim is None else self.full_shape[dim]
 
     def __create_write_items__(self, fqn: str, block: Any) -> list[Any]:
-        """Lists what is to be written: this block, unless it alone is empty."""
+        """Lists what to write: this block, or nothing if it is empty but the full tensor is not."""
         from torch.distributed.checkpoint.metadata import (
             MetadataIndex,
             TensorProperties,

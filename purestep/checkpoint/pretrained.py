@@ -60,9 +60,10 @@ def load_safetensors(
 ) -> dict[str, Any]:
     """Loads named tensors from safetensors that any tool wrote; of a ``Shard``, this rank's part.
 
-    No rank reads more than it holds, so the weights may be larger than its memory. ``like`` is that
-    of ``ps.from_module`` and ``ps.shard``, whose tensors may be on "meta". Values are converted to
-    its dtypes. The files may hold more tensors; ``export_safetensors`` writes such a file.
+    No rank reads more than it holds, so the weights may be larger than its memory. ``like`` holds
+    the params of ``ps.from_module`` or ``ps.shard``, also those on "meta". Values are converted to
+    its dtypes. The files may hold more tensors; a missing name or a different shape raises
+    ``ValueError``. ``export_safetensors`` writes such a file.
 
     Args:
         path: a file, or a folder as on Hugging Face's hub: one file, or several with an index.
@@ -89,7 +90,10 @@ def load_safetensors(
 
 
 def _find_tensors(path: Path) -> dict[str, _SavedTensor]:
-    """Finds each tensor of a file, or of the files in a folder."""
+    """Finds each tensor of a file, or of a folder's one file, or of the files that its index lists.
+
+    Raises ``FileNotFoundError`` for a folder with several files or indices, or with none.
+    """
     if path.is_file():
         return _read_header(path)
     files = sorted(path.glob("*.safetensors"))
@@ -182,13 +186,16 @@ def _convert(
     device: torch.device | str | None,
     default_device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Converts to a dtype and device; ``default_device`` is for those on the meta device."""
+    """Converts a tensor to the dtype of ``like``, and moves it to ``device``.
+
+    None is the device of ``like``, or ``default_device`` if ``like`` is on the meta device.
+    """
     target = device or (default_device if like.is_meta else like.device)
     return loaded.to(target, like.dtype)
 
 
 def _read_block(saved: _SavedTensor, block: Sequence[tuple[int, int]]) -> Tensor:
-    """Reads the entries that have a start and a length along each dimension, and no others."""
+    """Reads one block of a tensor and nothing else: ``(start, length)`` for each dimension."""
     dtype = _DTYPES[saved.dtype]
     loaded = torch.empty([length for _, length in block], dtype=dtype)
     # The entries from the last dimension on of which a part is read are next to each other.
@@ -211,7 +218,7 @@ def _read_block(saved: _SavedTensor, block: Sequence[tuple[int, int]]) -> Tensor
 
 
 def _read_into(file: Any, address: int, num_bytes: int, path: Path) -> None:
-    """Reads bytes into memory, in as many calls as the system takes."""
+    """Reads exactly ``num_bytes`` to an address in memory; raises if the file ends before."""
     while num_bytes:
         memory = (ctypes.c_ubyte * num_bytes).from_address(address)
         num_read = file.readinto(memory)

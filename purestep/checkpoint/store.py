@@ -48,12 +48,13 @@ def save(path: File, tree: Tree) -> None:
     The file replaces the old one, keeps its permissions, and follows links. At every moment there
     is a complete file, the old or the new one, even if the program is killed. A killed save may
     leave a folder beside it whose name ends in ``.unfinished``: you may remove it. safetensors
-    cannot hold complex128 and complex32.
+    cannot hold complex128 and complex32. Without ``Shard``, each process saves by itself: call
+    ``save`` on one rank.
 
     A tree with ``Shard`` over a ``MeshAxis`` goes to a folder, by ``torch.distributed.checkpoint``.
     All processes call ``save``, and each writes its shards. Replicated tensors are written once.
-    The folder appears when it is complete. Its name must be new. An error on one rank is an error
-    on all: a ``RankError`` where the rank's own error cannot be raised.
+    The folder appears when it is complete. Its name must be new. If ``save`` fails on one
+    rank, that rank raises its error, and the others ``OSError`` or ``RankError``.
 
     ``TypeError`` and ``ValueError`` name what ``state_dict`` refuses, and ``OSError`` what cannot
     be written.
@@ -86,13 +87,13 @@ def agree_on_leaves(path: File, tree: Tree, group: Group) -> NamedLeaves:
 def load(path: File, like: Tree) -> Tree:
     """Loads a tree into the containers, devices and memory order of ``like``.
 
-    Its tensors are new. Names, shapes and dtypes must equal those of ``like``; the error names each
-    difference. A file or folder that was cut short or changed is refused. Loading a file runs
-    nothing. A folder holds a pickle, so load no folder that you do not trust.
+    Its tensors are new. Names, shapes and dtypes must equal those of ``like``: else ``ValueError``
+    lists the first differences. A file or folder that was cut short or changed is refused.
+    Loading a file runs no code. A folder holds a pickle, so load no folder that you do not trust.
 
-    Any number of ranks can load it, whatever number saved it. Where ``like`` has a ``Shard``, each
-    rank loads its shard. Where ``like`` has a tensor, each rank loads all of it. If ``like`` has a
-    ``Shard``, all processes call ``load``.
+    Any number of ranks can load a checkpoint, whatever number saved it. Where ``like`` has a
+    ``Shard``, each rank loads its shard. Where ``like`` has a tensor, each rank loads all of it. If
+    ``like`` has a ``Shard``, all processes call ``load``.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
@@ -152,8 +153,9 @@ def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> Non
 def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
     """Saves to ``folder/step``, then removes all but the last ``keep`` checkpoints there.
 
-    It makes the folder if it is missing, and leaves other files alone. A folder that holds a later
-    step is refused, because ``latest_checkpoint`` would still find that one.
+    It makes the folder if it is missing, but not its parents. What killed saves of earlier steps
+    left is removed too, other files are not. A folder that holds a later step raises
+    ``ValueError``, because ``latest_checkpoint`` would still return the later one.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +204,10 @@ def _check_at_least(name: str, number: int, minimum: int) -> None:
 
 
 def prune_checkpoints(path: Path, keep: int, group: Group) -> None:
-    """Removes all but the last ``keep`` checkpoints, and what killed programs wrote before."""
+    """Removes all but the last ``keep`` checkpoints beside ``path``, on the first rank alone.
+
+    Also removes what killed programs left of steps before that of ``path``, a checkpoint.
+    """
     if not is_first(group):
         return
     with suppress(FileNotFoundError):  # Another program does the same here.
@@ -222,7 +227,7 @@ def prune_checkpoints(path: Path, keep: int, group: Group) -> None:
 
 
 def _list_matches(folder: File, name: re.Pattern[str]) -> list[Path]:
-    """Lists the files and folders in a folder that have such a name."""
+    """Lists the files and folders in a folder whose whole names match a pattern."""
     return [path for path in Path(folder).glob("*") if name.fullmatch(path.name)]
 
 
@@ -265,12 +270,18 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
         weakref.finalize(self, _destroy_groups, self._groups)
 
     def save(self, path: File, tree: Tree) -> None:
-        """Begins ``save``, and returns when the tensors are copied."""
+        """Begins ``save`` after the save before it, and returns when the tensors are copied.
+
+        If the save before it failed, raises that error, and saves nothing.
+        """
         self.wait()
         self._start(path, tree)
 
     def save_step(self, folder: File, step: int, tree: Tree, keep: int = 3) -> None:
-        """Begins ``save_step``, and returns when the tensors are copied."""
+        """Begins ``save_step`` after the save before it, and returns when the tensors are copied.
+
+        If the save before it failed, raises that error, and saves nothing.
+        """
         self.wait()
         path = prepare_step_path(folder, step, keep)
         self._start(path, tree, keep)
@@ -283,7 +294,10 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
             saving.result()
 
     def _start(self, path: File, tree: Tree, keep: int | None = None) -> None:
-        """Copies the tensors and saves them in a thread."""
+        """Copies the tensors and saves them in a thread; call ``wait`` before.
+
+        The thread then removes all but the last ``keep`` checkpoints beside ``path``; None: none.
+        """
         group = save_group(tree)
         if group is not None:
             if not self._groups:

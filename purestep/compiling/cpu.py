@@ -80,7 +80,10 @@ def _cpu_name() -> str:
 
 
 def split_addmm(graph: Graph) -> None:
-    """Splits ``c + a @ b`` into a product and a sum, where ``addmm`` would copy c first."""
+    """Splits each ``c + a @ b`` into a product and a sum, since ``addmm`` would copy c first.
+
+    Leaves those in other dtypes than float32 and float64, on other devices, and with factors.
+    """
     for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
         c, a, b = node.args
         a_value = _value(a)
@@ -109,7 +112,7 @@ def onednn_is_faster(cpu_name: str) -> bool:
 
 
 def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Computes ``a @ b``, of float32 matrices.
+    """Computes ``a @ b`` of float32 matrices by oneDNN; small products by ``torch.mm``.
 
     >>> onednn_matmul(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[1., 2.],

@@ -111,7 +111,10 @@ def drop_library_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 def drop_guards(guards: Sequence[Any]) -> list[bool]:
-    """Drops guards on transforms and hooks, too: ``compile_one_graph`` runs under neither."""
+    """Drops the guards that ``drop_library_guards`` drops, and those on transforms and hooks.
+
+    ``compile_one_graph`` runs under neither.
+    """
     dropped = ("FUNCTORCH_STACK_MATCH", "AUTOGRAD_SAVED_TENSORS_HOOKS")
     keep = []
     for guard, is_kept in zip(guards, drop_library_guards(guards), strict=True):
@@ -140,9 +143,11 @@ def compile_or_fall_back(
 def with_fallback(
     graph: Callable[..., Any], plain: Callable[..., Any], *, warns: bool = True
 ) -> Callable[..., Any]:
-    """Runs ``graph``, and ``plain`` from the call on that raises ``NoGraph``.
+    """Makes a function that runs ``graph``, and ``plain`` from the call on that raises ``NoGraph``.
 
-    Without ``warns`` it says nothing: ``plain`` is compiled in another way.
+    If ``NoGraph`` has no cause, as where the compiler is switched off, ``plain`` runs in this call
+    alone. It also runs under transforms and in traces. Without ``warns`` there is no warning:
+    ``plain`` is compiled in another way.
     """
     broken = False
 
@@ -183,10 +188,12 @@ def compile_one_graph(
     *,
     may_fix_sizes: bool = True,
 ) -> Callable[..., Any]:
-    """Compiles a function to one graph; raises ``NoGraph`` where there is none.
+    """Makes a function that runs one graph; its call raises ``NoGraph`` where there is none.
 
-    It raises before anything is computed. Call the graph where no transform is active. With
-    ``may_fix_sizes``, sizes that the compiler cannot let vary have a graph each.
+    It raises before anything is computed. Call it where no transform is active. Under
+    ``saved_tensors_hooks`` it raises ``RuntimeError``, unless its checkpoints need hooks.
+    With ``may_fix_sizes``, sizes that the compiler cannot let vary have a graph each. A
+    ``compile_`` of False compiles like True.
 
     >>> from functools import partial
     >>> def branches(x):
@@ -277,7 +284,7 @@ def _another_way(error: Exception, way: Way) -> Way:
 def _compile_fully(
     function: Callable[..., Any], compile_: bool | Compiler, way: Way
 ) -> Callable[..., Any]:
-    """Compiles a function to one graph, by ``compile_``."""
+    """Compiles a function to one graph, by ``compile_``, or by ``compile`` if that is a bool."""
     settings: dict[str, Any] = {"fullgraph": True}
     if way.dynamic is not None:
         settings["dynamic"] = way.dynamic
@@ -287,9 +294,10 @@ def _compile_fully(
 
 
 def refuse_bodies() -> None:
-    """Fails to compile in a body, as of ``torch.cond``, where autograd silently gives zeros.
+    """Makes a compiler fail in a body, as of ``torch.cond``, where autograd silently gives zeros.
 
-    The compiler takes a body's operations below autograd. No body may enter a mode.
+    The compiler takes a body's operations below autograd. It refuses bodies that enter a mode, as
+    this does. Elsewhere this changes nothing.
     """
     with BaseTorchFunctionMode():
         pass

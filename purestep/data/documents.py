@@ -35,6 +35,7 @@ def pack_documents(
     alone. Make labels before packing, so that no example's last token predicts the next example.
 
     Examples need one structure, as in ``pack``. Those of length 0 are left out, and get no segment.
+    With a leaf that has no length they are refused, as is an example longer than ``row_tokens``.
     A leaf without dimensions, or named by ``per_example``, comes as
     ``(rows, most segments of a row, ...)``, padded. Segment n of a row has its leaf at
     ``[row, n - 1]``.
@@ -122,7 +123,8 @@ def pack_document_indices(
     """Assigns examples to rows by their lengths alone, as ``pack_documents`` does.
 
     The longest comes first. Each goes to the row where it leaves the fewest tokens free. Returns
-    the indices of the examples in each row.
+    the indices of the examples in each row: none of length 0. One longer than ``row_tokens`` raises
+    ``ValueError``.
 
     >>> pack_document_indices([3, 2, 1], row_tokens=4)
     [[0, 2], [1]]
@@ -166,7 +168,7 @@ def segment_mask(
             so it needs a dtype.
         causal: False lets a token attend to later positions too, as in an encoder.
         window: how many positions a token attends to, its own and those before it
-            (``sliding_window``).
+            (``sliding_window``). Without ``causal``, as many after it as before.
 
     >>> segment_mask(torch.tensor([[1, 1, 2]])).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]

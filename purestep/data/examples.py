@@ -96,7 +96,10 @@ def is_named(path: str, name: str) -> bool:
 def measure_length(
     example: Example, name: str, per_example_mask: Sequence[bool] | None = None
 ) -> int:
-    """Returns the first dimension that all leaves share, except those that the mask marks."""
+    """Returns the size of the first dimension, which all leaves that the mask does not mark share.
+
+    Raises ``ValueError``, with ``name`` for the example, if they do not, or if there are none.
+    """
     leaves = tree.leaves(example)
     if per_example_mask is None:
         per_example_mask = [False] * len(leaves)

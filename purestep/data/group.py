@@ -19,8 +19,9 @@ Last = Literal["keep", "drop", "raise"]
 
 
 class DataExhausted(RuntimeError):  # noqa: N818
-    """Reports that the data ended within a group, after ``num_found`` of ``num_expected``
-    microbatches.
+    """Reports that the data ended within a group.
+
+    It had ``num_found`` of ``num_expected`` microbatches, which are lost.
 
     >>> groups = group(range(3), 2, last="raise")
     >>> next(groups)
@@ -115,7 +116,7 @@ class Groups(Iterator[list[Microbatch]]):
         self.position = start
 
     def __next__(self) -> list[Microbatch]:
-        """Returns the next group. It begins with what was read before an error of the source."""
+        """Returns the next group; after an error of the source, it keeps what was read before."""
         while self._num_to_skip:
             next(self._batches, None)
             self._num_to_skip -= 1

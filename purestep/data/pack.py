@@ -65,7 +65,8 @@ def pack(
     Args:
         examples: trees of tensors. The first dimension of a leaf is the length, or it has no
             dimension.
-        max_tokens: the largest number of tokens in a microbatch, padding included.
+        max_tokens: the largest number of tokens in a microbatch, padding included. An example that
+            is longer raises ``ValueError``.
         multiple_of: padded lengths are multiples of this.
         pad: the padding value of each leaf, by name. Padding must weigh nothing: -100 for labels. A
             single number pads every leaf, the labels too.
@@ -135,7 +136,10 @@ def sort_longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def _find_starts(costs: Sequence[int], budget: int) -> list[int]:
-    """Returns where each microbatch begins if each takes all that fits. ``costs`` descend."""
+    """Returns where each microbatch begins if each takes all that fits.
+
+    ``costs`` must descend, and none may exceed ``budget``.
+    """
     starts = []
     start = 0
     while start < len(costs):
@@ -152,7 +156,10 @@ def _round_up(length: int, multiple_of: int) -> int:
 def measure_lengths(
     examples: Sequence[Example], per_example: Collection[str]
 ) -> list[int]:
-    """Returns the length of each example, and raises unless those with tokens have equal fields."""
+    """Returns the length of each example; raises unless those with tokens have equal fields.
+
+    Also raises for an example of length 0 with a leaf that has no length.
+    """
     lengths = []
     with_tokens = {}
     for i, example in enumerate(examples):
@@ -181,7 +188,8 @@ def stack_examples(
 ) -> Microbatch:
     """Stacks examples as the rows of one tree, and pads them to ``length``.
 
-    Leaves without dimensions, and those that ``per_example`` names, are not padded.
+    Leaves without dimensions, and those that ``per_example`` names, are not padded. An example that
+    is longer than ``length`` is cut off there. There must be at least one example.
 
     >>> stack_examples([torch.tensor([1, 2]), torch.tensor([3])], length=3, pad=0)
     tensor([[1, 2, 0],
@@ -217,7 +225,7 @@ def stack_padded(tensors: Sequence[Tensor], length: int, pad: Pad, path: str) ->
 
 
 def _find_pad_value(pad: Pad, path: str, dtype: torch.dtype) -> float:
-    """Returns the padding value for a path, and raises if the dtype cannot hold it."""
+    """Returns the padding value for a path; raises if it has none, or the dtype cannot hold it."""
     value: float
     if isinstance(pad, Mapping):
         values = [value for name, value in pad.items() if is_named(path, name)]

@@ -31,6 +31,8 @@ def plan(
 
         global_batch_size = local_batch_size · axis_size · accumulation_steps
 
+    Raises ``ValueError`` with the nearest sizes that work, if no whole number solves this.
+
     Args:
         global_batch_size: examples in one update, over all ranks.
         local_batch_size: examples in one microbatch of one rank, as many as fit.
@@ -81,7 +83,11 @@ def plan(
 def _suggest_sizes(
     global_size: int, local_size: int, axis_size: int
 ) -> tuple[list[str], list[str]]:
-    """Returns the nearest global sizes that fit the local one, and the reverse."""
+    """Returns the nearest global sizes for this local size, then local sizes for this global size.
+
+    Each list has two at most. The second is empty if the global size is above 10¹², or no multiple
+    of ``axis_size``.
+    """
     step_size = local_size * axis_size
     steps = global_size // step_size
     global_sizes = [str(n * step_size) for n in (steps, steps + 1) if n]

@@ -143,7 +143,7 @@ class PrefetchedGroup(PreweightedMicrobatches):
 
 
 class _Prefetcher:
-    """Shares a queue between the thread and its consumer, under one condition.
+    """Shares a queue between the thread and its consumer, guarded by ``changed``, a ``Condition``.
 
     ``queue`` holds what the consumer has yet to take, in order: each group, then the copies of its
     microbatches. The thread adds a group while fewer than ``depth`` items are in the queue. A copy
@@ -176,7 +176,7 @@ class _Prefetcher:
     # The thread's side.
 
     def _run(self, groups: _Groups) -> None:
-        """Loads all groups. An error is raised again where the consumer is."""
+        """Loads all groups in the thread; keeps an error for the consumer instead of raising it."""
         try:
             if self.stream is not None:
                 torch.cuda.set_device(self.device)  # where pinning claims memory
@@ -228,14 +228,14 @@ class _Prefetcher:
             return True
 
     def _enqueue(self, item: Any) -> None:
-        """Puts a group or a copy in the queue."""
+        """Puts a group or a copy in the queue, unless it is closed."""
         with self.changed:
             if not self.closed:
                 self.queue.append(item)
                 self.changed.notify_all()
 
     def _pin(self, microbatch: Microbatch) -> Microbatch:
-        """Moves tensors to pinned memory, from which copies to a GPU do not wait."""
+        """Moves host tensors to pinned memory if the device is CUDA: copies then do not wait."""
         if self.stream is None:
             return microbatch
         return _map_tensors(
@@ -243,7 +243,10 @@ class _Prefetcher:
         )
 
     def _copy_on_stream(self, microbatch: Microbatch) -> tuple[Microbatch, Any]:
-        """Copies on a stream other than the consumer's; returns the copy and its arrival event."""
+        """Copies to the device; returns the copy, then the event of its arrival.
+
+        On CUDA it copies on a stream other than the consumer's. Elsewhere the event is None.
+        """
         if self.stream is None:
             return self.copy_to_device(microbatch), None
         with torch.cuda.stream(self.stream):
@@ -284,7 +287,11 @@ class _Prefetcher:
         raise error
 
     def next_microbatch(self, group: PrefetchedGroup) -> Microbatch:
-        """Returns the group's next microbatch, when it has arrived."""
+        """Returns the group's next microbatch, once the thread has queued it.
+
+        On CUDA, the current stream waits for the copy, but the host does not. Raises
+        ``RuntimeError`` after a later group or ``close``, or the thread's error if copying failed.
+        """
         item = None
         with self.changed:
             if not group.abandoned:
@@ -308,14 +315,17 @@ class _Prefetcher:
         return microbatch
 
     def _dequeue(self) -> Any:
-        """Waits for the next item of the queue and returns it, or None at the end."""
+        """Waits for the next item, or returns None at the end; the caller holds ``changed``."""
         self.changed.notify_all()
         self.changed.wait_for(lambda: self.queue or self.finished or self.closed)
         self.changed.notify_all()
         return self.queue.popleft() if self.queue else None
 
     def close(self, seconds: float = 0.25) -> None:
-        """Drops all copies, and ends the thread after what it is doing now."""
+        """Drops all queued items, and ends the thread after its current work.
+
+        Waits for the thread for ``seconds`` at most.
+        """
         with self.changed:
             self.closed = True
             self.queue.clear()

@@ -35,6 +35,8 @@ def split(batch: Tree, k: int) -> list[Microbatch]:
 def merge(microbatches: Sequence[Microbatch]) -> Tree:
     """Joins microbatches into the batch that ``split`` cut: its exact inverse.
 
+    Raises ``ValueError`` unless all have the same fields and one length.
+
     >>> merge([{"x": torch.arange(2)}, {"x": torch.arange(2, 4)}])
     {'x': tensor([0, 1, 2, 3])}
     """

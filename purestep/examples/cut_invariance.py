@@ -75,7 +75,10 @@ CUTS: dict[str, Cut] = {
 
 
 def make_gpt2(dtype: torch.dtype) -> GPT2LMHeadModel:
-    """Makes a small model: it drops 0.1 of the embedding, of attention and of both residuals."""
+    """Makes a small GPT-2, with the same weights each time: it seeds torch's global generator.
+
+    It drops 0.1 of the embedding, of attention and of both residuals.
+    """
     config = GPT2Config(
         vocab_size=256,
         n_positions=CONTEXT,
@@ -146,7 +149,7 @@ def train(
 def train_on_threads(
     cut: Cut, num_ranks: int, data: list[Group], dtype: torch.dtype
 ) -> Run:
-    """Trains with purestep over ranks that are threads; all ranks end alike."""
+    """Trains with purestep over ranks that are threads; returns the run of the first."""
     axis = ps.testing.ThreadAxis(num_ranks)
     model = make_gpt2(dtype)
 
@@ -194,7 +197,7 @@ def train_in_usual_loop(cut: Cut, data: list[Group], dtype: torch.dtype) -> Run:
 
 
 def measure_distances(runs: list[Run]) -> list[float]:
-    """Measures after each update how far any run is from the first, relative to its norm."""
+    """Measures the largest distance from the first run after each update, relative to its norm."""
     largest = []
     for first, *others in zip(*runs, strict=True):
         distances = [relative_distance(other, first) for other in others]
@@ -210,7 +213,10 @@ def concatenate(params: Params) -> Tensor:
 
 
 def project(runs: list[Run], num_spanning: int) -> list[Tensor]:
-    """Projects runs onto the plane in which the ends of the first ``num_spanning`` differ most."""
+    """Projects runs onto the plane in which the ends of the first ``num_spanning`` differ most.
+
+    Each result has shape (2, updates + 1), and begins at the origin: the initial parameters.
+    """
     model = make_gpt2(torch.float64)
     start = concatenate(dict(model.named_parameters()))
     paths = []
@@ -234,7 +240,7 @@ def plot_path(axes: Any, path: Tensor, color: str) -> None:
 
 
 def plot_paths(axes: Any, usual: list[Run], pure: list[Run]) -> None:
-    """Plots the way of the parameters: those of the usual loop, then purestep's."""
+    """Plots the paths of the parameters in one plane: the usual loop's, then purestep's."""
     num_usual = len(usual)
     paths = project([*usual, *pure], num_spanning=num_usual + 1)
     for path in paths[:num_usual]:

@@ -150,7 +150,10 @@ def train(
     seed: int,
     rows_per_microbatch: int = 300,
 ) -> Params:
-    """Makes updates on all of the data at once, in microbatches."""
+    """Trains on all of the data in each update, cut into microbatches; returns the parameters.
+
+    ``seed`` decides the initial parameters and the noise.
+    """
     num_examples = len(data["x"])
     group = ps.split(data, k=num_examples // rows_per_microbatch)
     key = ps.random.key(seed)

@@ -69,7 +69,7 @@ def collect_settings(options: argparse.Namespace, corpus: list[bytes]) -> Settin
 
 
 def load_corpus(folder: Path | None = None) -> list[bytes]:
-    """Reads the docstrings in a folder's files; None: in the standard library."""
+    """Reads the docstrings of all Python files under a folder; None: of part of the stdlib."""
     if folder is not None:
         files = list(folder.rglob("*.py"))
     else:
@@ -139,7 +139,7 @@ def mean_of_means_weights(batch: Batch) -> Tensor:
 
 
 def generate_text(params: Any, prompt: str = "Return ", length: int = 160) -> str:
-    """Continues the prompt."""
+    """Returns the prompt and what the model appends to it, ``length`` bytes."""
     generator = torch.Generator().manual_seed(SEED)
     tokens = list(prompt.encode())
     for _ in range(length):
@@ -201,7 +201,7 @@ def plot_distances(axes: Any, distances: Curves, dtype: torch.dtype) -> None:
 
 
 def loss_distances(losses: Curves) -> Curves:
-    """Computes how far each run's losses are from those of the run with one batch."""
+    """Computes the relative distance of each run's losses from those of the run with one batch."""
     distances = {}
     for name in (MEAN_OF_MEANS, PURESTEP):
         pairs = zip(losses[name], losses[LARGE_BATCH], strict=True)
@@ -386,7 +386,10 @@ def count_mebibytes(state: Any) -> float:
 
 
 def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
-    """Trains over real ranks, from the checkpoint on if there is one; rank 0 prints and saves."""
+    """Trains over real ranks, from the checkpoint on if there is one; rank 0 prints.
+
+    All ranks save sharded state; rank 0 alone saves full tensors.
+    """
     is_main = axis.rank == 0
     generator = torch.Generator().manual_seed(SEED)
     corpus = load_corpus(options.docstrings_of)
@@ -455,7 +458,7 @@ def python_folder(text: str) -> Path:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line, and refuses all that would stop the program later."""
+    """Parses the command line, and exits on options that do not fit together."""
     parser = picture.make_parser(__doc__, "docstrings", 180)
     for name, default, text in [
         ("--examples", 16, "docstrings in one update"),

@@ -49,7 +49,7 @@ def _leave_together() -> None:
 
 
 def exit_now(code: int, message: str = "") -> NoReturn:
-    """Ends the process with this exit code; rank 0 alone prints the message."""
+    """Ends the process at once, without cleanup; rank 0 alone prints the message, to stderr."""
     if message and os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr)
     sys.stdout.flush()
@@ -59,7 +59,10 @@ def exit_now(code: int, message: str = "") -> NoReturn:
 
 
 def run_or_exit_together(function: Callable[[], Result]) -> Result:
-    """Calls a function that succeeds or fails on all ranks alike; after an error, all ranks end."""
+    """Calls a function that succeeds or fails on all ranks alike, and returns its result.
+
+    After an ``OSError`` or ``ValueError``, all ranks end with exit code 1. Other errors are raised.
+    """
     try:
         return function()
     except (OSError, ValueError) as error:

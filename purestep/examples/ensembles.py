@@ -28,7 +28,10 @@ WIDTH = 16
 
 
 class Comparison(NamedTuple):
-    """Holds the losses of each run after each update, both ways, and the seconds they took."""
+    """Holds the losses of each run, both ways, and the seconds that each way took.
+
+    The losses are of shape (rates, updates), each before its update.
+    """
 
     rates: Tensor
     together: Tensor
@@ -83,7 +86,7 @@ def train_one_by_one(rates: Tensor, steps: int) -> Tensor:
 
 
 def train_together(rates: Tensor, steps: int) -> Tensor:
-    """Trains all runs in each operation; returns the losses, ``(rates, steps)``."""
+    """Trains all runs at once by ``torch.vmap``; returns the losses, ``(rates, steps)``."""
     group = make_spirals()
     start = init()
 

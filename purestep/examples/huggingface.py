@@ -55,7 +55,7 @@ def read_torch_docstrings() -> list[str]:
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Learns pairs of bytes from the texts."""
+    """Trains a byte-level BPE tokenizer on the texts; ``<end>`` ends a text."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
@@ -113,7 +113,10 @@ def pack_forever(
 
 
 def make_loss_fn(apply: Any) -> Callable[[Params, Batch], Tensor]:
-    """Makes the loss of each token. Where positions begin again at 0, a document begins."""
+    """Makes a function that computes the loss of each token.
+
+    Positions tell the model where documents begin: where they are 0 again.
+    """
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
         output = apply(
@@ -141,7 +144,10 @@ def train(
     num_steps: int,
     peak_rate: float,
 ) -> tuple[Params, Losses]:
-    """Trains; returns the params, and the losses of held-out documents on the way."""
+    """Trains; returns the params, and the losses of held-out documents on the way.
+
+    It donates ``params``: do not use them afterwards.
+    """
     learning_rate = ps.optim.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=peak_rate,
@@ -205,7 +211,11 @@ def check_loaded(
 
 
 class RowChanges(NamedTuple):
-    """Holds how much the loss per token of two documents changes when they share a row."""
+    """Holds how much the loss per token of two documents changes when they share a row.
+
+    Each list has an item for each pair: its tokens, and the change by ``ps.pack_documents``, or in
+    a row without borders.
+    """
 
     tokens: list[int]
     packed: list[float]
@@ -371,7 +381,7 @@ def train_lora(
 
 
 def print_sample(model: Any, tokenizer_folder: Path) -> None:
-    """Continues a prompt with the loaded model and tokenizer."""
+    """Prints how the model continues a prompt, with the tokenizer that a folder holds."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     prompt = tokenizer("Args:\n    input (Tensor):", return_tensors="pt")
     (tokens,) = model.generate(

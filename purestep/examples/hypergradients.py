@@ -114,12 +114,12 @@ def weight_runs(runs: Any) -> Tensor:
 
 
 def share_rate(log_rate: Tensor) -> Rates:
-    """Gives all layers the same rate."""
+    """Gives all layers the same logarithm of a rate."""
     return dict.fromkeys(LAYERS, log_rate)
 
 
 def find_best_single_rate(runs: Any) -> Rates:
-    """Finds the rate that, in all layers, ends lowest: of 16, in one program."""
+    """Returns for all layers the logarithm of the rate, of 16, with the least mean final loss."""
 
     def compute_mean_loss(log_rate: Tensor) -> Tensor:
         log_rates = share_rate(log_rate)

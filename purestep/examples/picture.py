@@ -80,7 +80,7 @@ def annotate(
     shift: tuple[float, float] = (6, 0),
     **options: Any,
 ) -> None:
-    """Writes text beside a point of a panel, shifted by so many points of type."""
+    """Writes text beside a point of a panel; ``shift``, right and up, is in points of type."""
     settings = {
         "xytext": shift,
         "textcoords": "offset points",

@@ -37,8 +37,8 @@ def linear_cross_entropy(
     fiftieth of the memory, and no more time (`benchmarks/speed/losses.py`).
 
     * **Gradients** are exact for any weights of the losses. A token without a label gets exactly
-      zero gradient, even if its hidden state is NaN. Outside of transforms, so does a token of
-      weight 0.
+      zero gradient, even if its hidden state is NaN. So does a token of weight 0, except under
+      transforms and with ``create_graph=True``.
     * **Under transforms and compilers**, all logits are alive.
     * **Half precision**: products have its dtype, as in ``hidden @ weight.T``. Exponentials, losses
       and sums are float32, and the weight's gradient is rounded once.
@@ -54,7 +54,7 @@ def linear_cross_entropy(
         z_loss: keeps log Σ exp x near 0.
         soft_cap: c, where logits are c · tanh(x / c), as in Gemma 2.
         chunk_size: how many classes' logits are alive at once. None: as many as fill 16 MiB on a
-            host, or 256. It changes sums by rounding.
+            host and 256 MiB on a device, but at least 256 classes. It changes sums by rounding.
 
     >>> hidden, weight = torch.zeros(1, 2, 8), torch.ones(4, 8)
     >>> linear_cross_entropy(hidden, weight, torch.tensor([[3, -100]]))
@@ -120,7 +120,7 @@ def linear_kl_divergence(
 ) -> Tensor:
     """Returns ``kl_divergence(hidden @ weight.T, teacher_hidden @ teacher_weight.T)``, in chunks.
 
-    The full logits of student and teacher are never in memory.
+    Only under transforms and compilers are the full logits of student and teacher in memory.
 
     Args:
         hidden: the student's, of shape tokens + (features,).
@@ -195,7 +195,7 @@ def _compute_chunk_of_divergence(
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """Casts a tensor as autocast does for a product, so that the backward pass has the same."""
+    """Casts a tensor as autocast does for a product: the backward pass may run without it."""
     device_type = tensor.device.type
     is_enabled = torch.is_autocast_enabled(device_type)
     if tensor.dtype == torch.float64 or not is_enabled:

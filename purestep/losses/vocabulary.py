@@ -136,7 +136,10 @@ def compute_by_chunks(
 
 
 def _compute_chunk(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, ...]:
-    """Returns a chunk's greatest logit, the sum of shifted exponentials, label's logit and Σ x."""
+    """Returns a chunk's greatest logit, the sum of shifted exponentials, label's logit and Σ x.
+
+    The labels count from the chunk's first class. The logit of a label outside is 0.
+    """
     x = compute_logits(hidden, head)
     index, is_inside = _index_in_chunk(labels, len(head.weight))
     label_logit = torch.where(is_inside, x.gather(-1, index), 0).squeeze(-1)
@@ -145,10 +148,9 @@ def _compute_chunk(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, 
 
 
 def _index_in_chunk(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Returns which labels lie in a chunk, and their indices, which are 0 for the others.
+    """Returns labels as indices into a chunk, and whether they lie in it; the others have index 0.
 
-    The labels count from the chunk's first class. Both results are of shape (tokens, 1), the
-    indices first.
+    The labels count from the chunk's first class. Both results are of shape (tokens, 1).
     """
     labels = labels.unsqueeze(-1)
     is_inside = (labels >= 0) & (labels < num_classes)

@@ -127,13 +127,17 @@ class KeyedDropout(TorchFunctionMode):
         )
 
     def _next_keys(self) -> KeyOrPackedKeys:
-        """Returns the keys of the next call that draws."""
+        """Returns the keys of the next call that draws, and counts this call."""
         index = self._next_index
         self._next_index = index + 1
         return fold_in(self._keys, index)
 
     def _draw_mask(self, x: Tensor, p: float) -> Tensor:
-        """Draws which elements of ``x`` are dropped: True with probability ``p``."""
+        """Draws which elements of ``x`` are dropped: True with probability ``p``.
+
+        Raises ``ValueError`` unless the first dimensions of ``x`` are clearly those of the
+        examples, or the first one counts all tokens that have keys.
+        """
         is_dropped = random.below_probability(p)
         num_dims = len(self._batch_shape)
         num_keys = self._keys_shape.numel()
@@ -208,7 +212,7 @@ class KeyedDropout(TorchFunctionMode):
         return output
 
     def _rand(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Computes ``torch.rand`` where it draws one number for each example.
+        """Computes ``torch.rand`` with one number for each example; raises for other draws.
 
         transformers drops the paths of an example by ``torch.rand((rows, 1, 1)) + keep_prob``.
         """

@@ -365,10 +365,10 @@ class Apply:
     def _gather_root(
         self, params: Mapping[str, Any], *, is_traced: bool
     ) -> tuple[dict[str, Shard], Mapping[str, Tensor]]:
-        """Gathers the params of no unit; returns the shards of units, and all params.
+        """Gathers the params of no unit; returns the shards of units, then all params by name.
 
-        There, a shard's local tensor is in the place of a unit's param. A compiler sees no units.
-        Params of tensor parallelism become DTensors.
+        Among the params, the shard's local tensor stands for a unit's param. In a trace there are
+        no units, so all are gathered. Full params are wrapped as ``_layouts`` say.
         """
         shards = {name: p for name, p in params.items() if is_shard(p)}
         if not shards:
@@ -383,7 +383,7 @@ class Apply:
         return shards, {**full, **local}
 
     def _copy_module(self, tensors: Sequence[Tensor]) -> rebuild.Copies:
-        """Copies the module around these tensors, without the hooks that ``apply`` replaces."""
+        """Copies the module around tensors, without a ``tp_plan``'s sums of ``param.grad``."""
         copies = rebuild.rebuild(self._recipe, tensors, self._is_eval)
         for path in self._partial_modules:
             number = self._recipe.module_numbers[path]
@@ -433,7 +433,10 @@ class Apply:
     def _make_dropout_mode(
         self, key: KeyOrPackedKeys | None
     ) -> AbstractContextManager[object]:
-        """Makes the context in which dropout draws from ``key``, where there is one."""
+        """Makes the context in which dropout draws from ``key``; with None, a null context.
+
+        Raises for a key if there are layouts of tensor parallelism.
+        """
         if key is None:
             return nullcontext()
         if self._layouts:
@@ -503,9 +506,10 @@ def _as_parameter(p: Tensor) -> Tensor:
 
 
 def _to_buffer_dtype(value: Tensor, buffer: Tensor) -> Tensor:
-    """Converts a mean of buffers, say of several ranks, to the dtype of the module's buffer.
+    """Converts a floating-point value, say a mean over ranks, to the dtype of the module's buffer.
 
-    A mean of integers, such as ``num_batches_tracked``, is rounded to an integer.
+    For a buffer of integers, such as ``num_batches_tracked``, it is rounded. Other values, and
+    those for a complex buffer, stay as they are.
     """
     if not value.is_floating_point() or buffer.is_complex():
         return value

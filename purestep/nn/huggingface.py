@@ -107,13 +107,13 @@ def _check_original_forward(path: str, part: Module, forward: Any) -> None:
 
 
 def _sums_grads(function: Any) -> bool:
-    """Returns whether a function sums the gradients of params by ``param.grad``."""
+    """Returns whether a function is one with which a ``tp_plan`` sums ``param.grad``."""
     name = getattr(function, "__qualname__", "")
     return name.startswith("ReplicatedWithGradAllReduce.install_forward.")
 
 
 def remove_grad_sums(part: Module) -> None:
-    """Removes what would sum ``param.grad`` from the copy of such a module."""
+    """Removes from a copied module, in place, what a ``tp_plan`` sums ``param.grad`` with."""
     if _sums_grads(part.__dict__.get("forward")):
         del part.__dict__["forward"]  # Then its class's is called.
     hooks = backward_hooks_of(part)

@@ -75,7 +75,9 @@ class Copies(NamedTuple):
 
 
 def rebuild(recipe: Recipe, tensors: Sequence[Tensor], is_eval: bool) -> Copies:
-    """Copies the module around these tensors; ``is_eval`` puts the copy in evaluation mode.
+    """Copies the module around tensors; ``is_eval`` puts the copy in evaluation mode.
+
+    The tensors replace those of ``make_recipe``, in the same order.
 
     This runs in each call, so it is a few plain loops; a compiler traces them like other code.
     """
@@ -289,8 +291,8 @@ def _find_holders(
 ) -> dict[int, list[Any]]:
     """Maps the id of each object that a module leads to, to the objects that hold it.
 
-    Goes into functions only where a module or a closure holds them, and not into dicts in
-    ``shared``. An int that is a key of ``parts_by_id`` stands for that part.
+    Goes into functions only where a module or a closure holds them, and not into objects whose ids
+    are in ``shared``. An int that is a key of ``parts_by_id`` stands for that part.
     """
     holders: dict[int, list[Any]] = {id(module): []}
     queue: list[Any] = [module]
@@ -349,7 +351,7 @@ def _is_cached_function(member: Any) -> bool:
 
 
 class _Rule(NamedTuple):
-    """How an immutable object is copied: from its parts, of which some are copies."""
+    """Says how objects of a type are copied: ``split`` gives the parts, which ``join`` takes."""
 
     split: Callable[[Any], Iterable[Any]]
     join: Callable[..., Any]
@@ -382,7 +384,7 @@ _RULES: dict[type, _Rule] = {
 
 
 def _parts_of(value: Any) -> list[tuple[Any, Any]]:
-    """Returns the keys and values that an object holds; of a rule, what it joins."""
+    """Returns what an object holds, each part after its key, attribute name or position."""
     cls = type(value)
     original = original_function(value)
     if original is not None:
@@ -428,7 +430,10 @@ def _constructor_of(value: Any) -> Callable[..., Any] | None:
 
 
 def _contents_of(cell: CellType) -> tuple[Any, ...]:
-    """Returns what is in a closure's cell, where that is a part, a tensor or a function."""
+    """Returns a cell's content, if it is a module, a tensor, a function, or a method of one.
+
+    It is the only item of a tuple, which is empty otherwise.
+    """
     try:
         content = cell.cell_contents
     except ValueError:  # Its variable is not assigned yet.
@@ -507,7 +512,7 @@ class _WeakMethod(NamedTuple):
 
 
 def _weakly(content: Any) -> Any:
-    """Returns what a cell holds instead of a module, or of a module's bound method."""
+    """Returns a weak reference to a module, or to its bound method; any other content as it is."""
     if isinstance(content, Module):
         return ref(content)
     if isinstance(content, MethodType) and isinstance(content.__self__, Module):

@@ -27,15 +27,17 @@ def reset_parameters(
     reset: Callable[[Module], None] | None = None,
     units: Units = None,
 ) -> dict[str, Any]:
-    """Initializes params as ``module.apply(reset)`` would, one unit at a time.
+    """Returns new params, initialized as ``module.apply(reset)`` would, one unit at a time.
 
     For a model on "meta" that no rank could hold: each rank draws the full values of one unit,
-    keeps its shards, and frees the others. Params of no unit are full until the end. Ranks draw
-    from torch's generator, so let all start from one seed.
+    keeps its shards, and frees the rest. Params of no unit are full until the end. Ranks draw
+    from torch's generator, so let all start from one seed. Raises ``ValueError`` if a param gets no
+    value.
 
     Args:
         module: the one that ``from_module`` took. It stays as it is.
-        like: params of ``from_module``, or ``ps.shard`` of these, which may be on "meta".
+        like: params of ``from_module``, or ``ps.shard`` of these, which may be on "meta". They
+            stay as they are, and the result has their names, shards and dtypes.
         reset: initializes one part in place, such as ``model._init_weights`` of a Hugging Face
             model. It is called for each part of the module, the innermost first. None:
             ``part.reset_parameters()``, where a part has that.
@@ -93,7 +95,10 @@ def reset_parameters(
 
 
 def _copy_tensor(tensor: Tensor) -> Tensor:
-    """Copies a tensor that a reset may write to; of a parameter, only what it is."""
+    """Clones a tensor that a reset may write to.
+
+    A parameter becomes one on "meta", of the same shape, dtype and ``requires_grad``.
+    """
     if not isinstance(tensor, Parameter):
         return tensor.clone()
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -101,7 +106,10 @@ def _copy_tensor(tensor: Tensor) -> Tensor:
 
 
 def _allocate(tensor: Tensor, like: Tensor | Shard) -> Tensor:
-    """Makes a full parameter without values, which are NaN."""
+    """Makes a full parameter of NaN, on the device of ``like``.
+
+    If ``like`` is on "meta", that is the device of the shard's axis, or else the CPU.
+    """
     (leaf,) = tree.leaves(like)
     device = leaf.device
     if leaf.is_meta:
@@ -121,7 +129,10 @@ def _fill_slots(
 def _reset_part(
     part: Module, path: str, reset: Callable[[Module], None] | None
 ) -> None:
-    """Initializes one part, of which the parts inside are initialized."""
+    """Initializes one part in place, after the parts inside of it.
+
+    Without ``reset``, raises if a part with NaN in its parameters has no ``reset_parameters()``.
+    """
     if reset is not None:
         reset(part)
         return
@@ -142,7 +153,7 @@ def _own_parameters(part: Module) -> Sequence[Parameter]:
 
 
 def _cut_all(full: Mapping[str, Tensor], like: Like) -> dict[str, Any]:
-    """Returns copies of the blocks that this rank holds; raises if a param has no value."""
+    """Returns copies of this rank's blocks, by name; raises if a param still has a NaN."""
     blocks = {}
     for name, param in full.items():
         if param.isnan().any():
@@ -154,7 +165,7 @@ def _cut_all(full: Mapping[str, Tensor], like: Like) -> dict[str, Any]:
 
 
 def _cut(full: Tensor, like: Tensor | Shard) -> Any:
-    """Returns a copy of the block that this rank holds of a full tensor."""
+    """Returns a copy of this rank's block of a full tensor, in the form and dtype of ``like``."""
     (leaf,), spec = tree.flatten(like)
     block = [(0, length) for length in full.shape]
     for shard_spec in tree.shard_specs(spec):

@@ -36,6 +36,7 @@ class DTensorSpec(NamedTuple):
         """Makes a DTensor around this rank's part, differentiably.
 
         The gradient comes back in these placements: one that is partial is summed over the mesh.
+        Raises ``ValueError`` under transforms of ``torch.func``.
         """
         from torch.distributed.tensor import DTensor
 
@@ -77,7 +78,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Returns this rank's part of a DTensor, which shares its memory; any other tensor as it is."""
+    """Returns this rank's part of a DTensor, detached, in its memory; any other tensor as it is."""
     if not is_dtensor(tensor):
         plain: Tensor = tensor
         return plain
@@ -151,7 +152,10 @@ def axis_of(mesh: Any) -> MeshAxis:
 def select_parts(
     params: Mapping[str, Any], parameters: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Selects this rank's parts of the params that are DTensors among a module's parameters."""
+    """Returns all params, with this rank's part of each that is a DTensor in ``parameters``.
+
+    A full tensor is cut to a view of the part. A ``Shard`` over the mesh becomes its ``local``.
+    """
     layouts = find_dtensors({name: parameters[name] for name in params})
     selected = dict(select_local(params, layouts))
     for name, shard in local_parts(
@@ -165,7 +169,7 @@ def select_parts(
 
 
 def select_local(params: Mapping[str, Any], layouts: Layouts) -> Mapping[str, Any]:
-    """Replaces shards over the mesh of a DTensor by what this rank holds."""
+    """Returns all params; a shard over its DTensor's mesh becomes what this rank holds."""
     selected = params
     for name, layout in layouts.items():
         param: Any = params.get(name)
@@ -194,7 +198,10 @@ def _check_local(name: str, local: Any, layout: DTensorSpec | PartialGradSpec) -
 
 
 def wrap(params: Mapping[str, Tensor], layouts: Layouts) -> Mapping[str, Tensor]:
-    """Makes params as the module's call takes them, DTensors of this rank's parts, say."""
+    """Returns all params, with those in ``layouts`` wrapped: as DTensors, or by ``pvary``.
+
+    Raises ``ValueError`` if one that becomes a DTensor lacks the shape of this rank's part.
+    """
     wrapped = {}
     for name in params:
         if name in layouts and not is_dtensor(params[name]):

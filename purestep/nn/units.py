@@ -68,7 +68,10 @@ class Slot(NamedTuple):
 
 
 class UnitSpec(NamedTuple):
-    """A part of a module, and the slots of the params that no other part holds."""
+    """Describes a unit: a part of a module, and the slots of the params that belong to it.
+
+    ``module_number`` is the part's position in ``Copies.objects``.
+    """
 
     path: str
     module_number: int
@@ -78,11 +81,13 @@ class UnitSpec(NamedTuple):
 def find_units(
     module: Module, tensors: Mapping[str, Tensor], recipe: Recipe, units: Units
 ) -> list[UnitSpec]:
-    """Finds the chosen parts of a module that have params, each param in the innermost one.
+    """Returns the units of a module that have params, each param in the innermost unit around it.
 
-    A param that two parts share belongs to the innermost part around both, if there is one. The
+    A param that two parts share belongs to the innermost unit around both, if there is one. The
     params of no unit are the root's, as are those that a partial or closure holds by itself.
-    ``tensors`` are those of the recipe.
+    ``tensors`` are those of the recipe, in its order.
+
+    Raises ``ValueError`` if ``units`` chooses no part, or one that is not called itself.
     """
     is_unit = _make_unit_predicate(units)
     paths: dict[int, str] = {}
@@ -117,7 +122,7 @@ def find_units(
 
 
 def _find_derived(recipe: Recipe) -> set[int]:
-    """Finds the positions of what bound methods, closures, keys and the like hold."""
+    """Finds the positions of what derived values, cells, and dicts with copied keys hold."""
     derived = {position for _, parts in recipe.derived for position in parts}
     derived |= {position for _, position in recipe.cell_contents}
     for _, key_position, position in recipe.rekeyed_entries:
@@ -209,10 +214,11 @@ def install_units(
     *,
     is_remat: bool,
 ) -> None:
-    """Lets each unit of a copied module gather its shards when it is called.
+    """Changes a copied module in place, so that each unit gathers its shards when it is called.
 
-    Params in ``layouts`` are DTensors in the call. In a module's first call, ``frozen_names`` has
-    the names of tensors that must not be written to, by storage.
+    Between calls, an ``Absent`` stands for each param of a unit. In a call, params in ``layouts``
+    are wrapped as these say. In a module's first call, ``frozen_names`` has the names of tensors
+    that must not be written to, by storage; units add their params. Otherwise it is None.
     """
     for unit in units:
         slots = [slot for slot in unit.slots if slot.name in shards]
@@ -256,7 +262,7 @@ class _ShardedUnit(NamedTuple):
     frozen_names: dict[Any, str] | None
 
     def unshard(self, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-        """Gathers the unit's params, in an order that the ranks compare at the end of the step."""
+        """Gathers the params of these shards; ranks later compare in which order units gather."""
         axes = dict.fromkeys(shard.axis for shard in shards.values())
         process_axes = [axis for axis in axes if axis.is_multi_program]
         for axis in process_axes:
@@ -274,7 +280,7 @@ class _ShardedUnit(NamedTuple):
     def call(
         self, module: Module, params: Mapping[str, Tensor], args: Any, kwargs: Any
     ) -> Any:
-        """Calls the module with full params, which it holds for so long."""
+        """Calls the module with full params in its slots; afterwards ``absent`` is there again."""
         self._freeze(params)
         _fill(self.places, wrap(params, self.layouts))
         try:
@@ -284,7 +290,7 @@ class _ShardedUnit(NamedTuple):
             self._unfreeze(params)
 
     def _freeze(self, params: Mapping[str, Tensor]) -> None:
-        """Names the memory of params for the check of a first call, while they are there."""
+        """Adds the storages of params to ``frozen_names``, unless that is None."""
         for name, param in params.items():
             storage = get_storage(param)
             if self.frozen_names is not None and storage is not None:
@@ -303,12 +309,15 @@ def _call_unit(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Runs a call of a unit, in one of the two ways."""
+    """Runs a call of a unit by ``run``, which is ``_recompute`` or ``_gather_again``."""
     return run(unit, weak_module(), args, kwargs)
 
 
 def _recompute(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> Any:
-    """Runs a unit of which only the inputs stay: the backward pass calls it again."""
+    """Runs a unit of which only the inputs stay: the backward pass calls it again.
+
+    Raises for a cache of keys and values, to which it would write twice.
+    """
     if kwargs.get("past_key_values") is not None and torch.is_grad_enabled():
         raise ValueError(
             f"{unit.path} writes to a cache of keys and values, and with remat=True it would write "
@@ -347,7 +356,7 @@ class _GatheredAgain(NamedTuple):
     params: dict[str, Tensor]
 
     def read(self) -> dict[str, Tensor]:
-        """Returns the params, without their graph."""
+        """Returns the params, without their graph; gathers them first if ``params`` is empty."""
         if not self.params:
             with torch.no_grad():
                 shards = tree.map(Tensor.detach, dict(self.unit.shards))
@@ -357,9 +366,9 @@ class _GatheredAgain(NamedTuple):
     def fill_in_backward(
         self, params: Mapping[str, Tensor], output: Any, inputs: Any
     ) -> None:
-        """Puts the params into the module while the backward pass is in the unit.
+        """Registers hooks that put params into the module while the backward pass is in the unit.
 
-        A checkpoint inside of the unit calls its parts there once more.
+        So a checkpoint inside of the unit can call its parts again.
         """
         input_tensors = [*tensors_in(inputs)]
         passed_on = {id(tensor) for tensor in input_tensors}

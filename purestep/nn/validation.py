@@ -37,7 +37,10 @@ _MAX_NAMES = 5
 
 
 def check_module(module: Module) -> None:
-    """Raises if a module is wrapped, has no values yet, or cannot be copied for each call."""
+    """Raises if a module is wrapped or lazy, cannot be copied, or makes updates depend on the cut.
+
+    A module on "meta" passes.
+    """
     if not isinstance(module, Module):
         raise TypeError(f"from_module takes an nn.Module, got {type(module).__name__}")
     for name, part in module.named_modules():

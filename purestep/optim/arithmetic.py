@@ -32,10 +32,13 @@ class Arithmetic(Protocol):
         """Returns x in the dtype of ``like``; x itself if it has that."""
 
     def assign_(self, x: Any, y: Any) -> Any:
-        """Returns the values of y, in other memory than y's if anything writes in place."""
+        """Returns x with y written over it; y itself if no operation writes in place."""
 
     def add_(self, x: Any, y: Any, alpha: Number = 1) -> Any:
-        """Computes x + alpha · y with one rounding. y may be a float."""
+        """Computes x + alpha · y, with one rounding unless alpha is a tensor on a device.
+
+        y may be a float if alpha is 1.
+        """
 
     def mul(self, x: Any, factor: Number) -> Any:
         """Computes x · factor."""
@@ -73,7 +76,7 @@ class LeafArithmetic:
         return x.to(like.dtype)
 
     def assign_(self, x: Tensor, y: Tensor) -> Tensor:
-        """Returns the values of y, in other memory than y's if anything writes in place."""
+        """Returns y itself: no operation on a leaf writes in place."""
         return y
 
     def add_(self, x: Tensor, y: Tensor | float, alpha: Number = 1) -> Tensor:
@@ -91,7 +94,7 @@ class LeafArithmetic:
     mul_ = mul
 
     def div(self, x: Tensor, divisor: Tensor) -> Tensor:
-        """Computes x / divisor, of a leaf or of a scalar tensor."""
+        """Divides x by a leaf or by a scalar tensor, which is cast to the dtype of x."""
         return x / as_scalar(divisor, x)
 
     div_ = div
@@ -116,9 +119,10 @@ class LeafArithmetic:
 
 
 class ForeachArithmetic:
-    """Computes the same by foreach kernels on columns of one dtype and device.
+    """Computes as ``LeafArithmetic`` does, by foreach kernels on columns of one dtype and device.
 
-    No operation writes to a column in half precision: the result has a wider dtype.
+    A formula must not write to a column in half precision, since ``clone_wide`` clones none. It
+    casts the column first, or adds a wider column, which makes a new one.
     """
 
     def cast(self, x: Column, like: Column) -> Column:
@@ -131,7 +135,7 @@ class ForeachArithmetic:
         return x
 
     def add_(self, x: Column, y: Column | float, alpha: Number = 1) -> Column:
-        """Adds alpha · y to x in place, if x has the wider dtype of both."""
+        """Adds alpha · y to x: in place if x has the wider dtype of both, else in new memory."""
         if not isinstance(y, Sequence):
             foreach.add_(x, y)
             return x
@@ -162,7 +166,7 @@ class ForeachArithmetic:
         return x
 
     def div(self, x: Column, divisor: Tensor) -> Column:
-        """Computes x / divisor, of a scalar tensor."""
+        """Divides x by a scalar tensor, in new memory."""
         number = foreach.as_number(divisor, x[0])
         return foreach.div(x, number)
 
@@ -205,14 +209,17 @@ class ForeachArithmetic:
 
 
 def as_scalar(value: Number, x: Tensor) -> Number:
-    """Casts a scalar tensor to the dtype of x, which it may promote if x is a scalar too."""
+    """Casts a scalar tensor to the dtype of x, and returns a float as it is.
+
+    Without the cast, a tensor of a wider dtype would promote an x that is a scalar, too.
+    """
     if isinstance(value, Tensor):
         return value.to(x.dtype)
     return value
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
-    """Computes √x, whose derivative at 0 is 0 by selection: elements without a gradient stay so.
+    """Computes √x, whose derivative at 0 is 0, not infinite; NaN and negative x give 0, too.
 
     It computes by way of float64, because torch's float32 root is not correctly rounded where MKL
     takes it. Compiled code calls the processor's root, which is.

@@ -67,11 +67,11 @@ class Transform(NamedTuple):
 class Optimizer(NamedTuple, Generic[StateT]):
     """Turns gradients into new params by pure functions.
 
-    ``update(grads, opt_state, params)`` is plain arithmetic on tensors, for every transform and
-    compiler.
+    ``update(grads, opt_state, params)`` returns new params and state, by plain arithmetic
+    that every transform and compiler follows.
 
     ``update_(grads, opt_state, params, applied)`` does the same in place, and is optional. It
-    consumes gradients, state and params, and returns state and params in their own buffers. Where
+    consumes gradients, state and params, and returns params and state in their own buffers. Where
     the bool scalar ``applied`` is False, both stay as they are, to the bit; None means True. It
     runs only without a transform, compiler or autograd, so it may use any kernel.
 
@@ -130,7 +130,7 @@ def chain(
 
 
 def use_short_names(*functions: Any) -> tuple[Any, ...]:
-    """Makes error messages say ``update()`` instead of ``chain.<locals>.update()``."""
+    """Renames functions, ``chain.<locals>.update`` to ``update``, for errors; returns them."""
     for function in functions:
         function.__qualname__ = function.__name__
     return functions
@@ -175,8 +175,9 @@ def update_by_copy(
 ) -> tuple[Tree, OptState]:
     """Runs ``update``, and copies the new state and an Optimizer's new params over the old ones.
 
-    A Transform's updates are returned as they are. Where ``applied`` is False, nothing changes in
-    what is written. It returns new tensors instead if autograd or a transform follows the values.
+    A Transform's updates are returned as they are. Where ``applied`` is False, ``update`` gets
+    gradients of zero, and state and params keep their values. If autograd or a transform follows
+    the values, nothing is written, and the results are new tensors.
     """
     if applied is not None:
         grads = mask_grads(grads, applied)
@@ -290,7 +291,10 @@ def state_mismatch(init: Init, state: OptState, params: Params) -> str | None:
 def reraise_with_hint(
     init: Init, state: OptState, params: Params, error: Exception
 ) -> None:
-    """Raises a better error if another optimizer made the state, or if it holds no tensors."""
+    """Raises a better error if the state is another optimizer's, or not a tree of tensors.
+
+    Otherwise it returns, and the caller raises ``error``.
+    """
     mismatch: str | None = None
     # ``init`` may fail as well, and the first error matters more.
     with suppress(Exception):

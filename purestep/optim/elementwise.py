@@ -54,7 +54,8 @@ class Layout(NamedTuple):
 class FusedKernel(NamedTuple):
     """Describes a fused kernel of torch's, which writes to params and slots.
 
-    It takes params, gradients, slots, counters of steps, ``lr`` and ``weight_decay``.
+    It takes params, gradients and slots, in this order. ``state_steps``, ``lr``, ``weight_decay``
+    and ``found_inf`` are keywords.
     """
 
     function: Callable[..., None]
@@ -104,10 +105,11 @@ def elementwise(
             and the others are trees like the params. ``tuple``: no state.
         hyperparams: the numbers for all leaves. A schedule is called at each step.
         rule: ``rule(ops, step, *hyperparams)`` returns the formula, written with the operations of
-            ``ops``, an ``Arithmetic``. The step counts from 1.
+            ``ops``, an ``Arithmetic``. The step counts from 1; None without a field ``step``.
         fused: a kernel for the formula of an Optimizer, whose two hyperparameters are the learning
             rate and the weight decay.
-        reads_params: whether the formula needs them. Otherwise None stands for params as well.
+        reads_params: whether the formula needs params. If not, ``update`` takes None for them, too,
+            and the formula gets gradients in their place.
     """
     fields = StateFields(state_type, reads_params)
     is_transform = cls is Transform
@@ -154,7 +156,7 @@ def elementwise(
 def evaluate_rates(
     hyperparams: Sequence[LearningRate], step: Tensor | None
 ) -> list[float | Tensor]:
-    """Returns the numbers of this step, some of which are schedules."""
+    """Evaluates hyperparameters at this step, in order; raises TypeError if ``step`` is None."""
     if step is None:
         raise TypeError(
             "a schedule stands where a number is needed: this transform counts no steps"
@@ -191,7 +193,10 @@ class StateFields:
     def flatten_inputs(
         self, grads: Tree, state: Any, params: Params
     ) -> tuple[Inputs, Tensor | None]:
-        """Flattens the arguments of an update; returns also the counter of steps."""
+        """Flattens the arguments of an update; returns also the step counter, or None without one.
+
+        Raises unless they fit together. Where params are not read, None stands for params, too.
+        """
         like_params = grads if params is None and not self.reads_params else params
         # Any tuple is an instance of ``tuple``, the type of an empty state.
         if not isinstance(state, self.state_type) or len(state) != len(self.names):
@@ -204,7 +209,7 @@ class StateFields:
 
 
 def flatten_alike(*trees: Tree) -> Inputs | None:
-    """Flattens trees of one structure and of equal shapes; None where they differ.
+    """Flattens trees; returns None if structures or shapes differ, or a dtype is unsupported.
 
     Kernels do not compare shapes, and plain arithmetic would broadcast, or round to integers.
     """
@@ -435,7 +440,7 @@ def split_by_size(columns: Columns) -> Iterator[Columns]:
 
 
 def widen_grads(grads: list[Tensor], others: Columns) -> list[Tensor]:
-    """Casts gradients to float32 at least, by one call if another column has the dtype."""
+    """Casts gradients to float32 at least: by one call to the dtype of a wide column, if any."""
     if grads[0].dtype in WIDE_DTYPES:
         return grads
     for column in others:

@@ -34,7 +34,7 @@ class Share(NamedTuple):
     spec: tree.TreeSpec
 
     def select(self, leaves: Sequence[Any]) -> Tree:
-        """Returns the tree of its leaves, among all of them."""
+        """Selects the share's leaves from those of all params, and returns them as its tree."""
         selected = [leaves[position] for position in self.positions]
         return tree.unflatten(self.spec, selected)
 
@@ -56,12 +56,12 @@ def partition(
     state is a dict of their states, or a tuple for Transforms.
 
     Args:
-        transforms: a dict of transforms, or of transforms, by label.
+        transforms: a dict of optimizers, or of transforms, by label.
         param_labels: ``param_labels(params)`` returns a tree of labels like the params, or a prefix
-            of it, where a label stands for a subtree. Or such a tree itself. It may depend on
-            names, shapes and dtypes, not on values: it is called once for params that agree in
-            these. A compiler of the whole step traces it, so use ``tree.map`` and plain Python
-            there, not optree's functions of paths.
+            of it, where a label stands for a subtree. Or such a tree itself. The function may
+            depend on names, shapes and dtypes, not on values: its labels are kept for params that
+            agree in these. A compiler of the whole step traces it, so use ``tree.map`` and plain
+            Python there, not optree's functions of paths.
 
     >>> import torch
     >>> from purestep.optim import adamw, from_torch
@@ -126,7 +126,8 @@ def partition(
 class ShareCache:
     """Splits params by their labels, and remembers the shares of recent structures.
 
-    So labels are computed once for params that agree in names, shapes and dtypes.
+    So labels are computed once for params that agree in names, shapes and dtypes. Transforms and
+    compilers compute them each time.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class ShareCache:
 
 
 def _find_class(transforms: Mapping[str, Transform | Optimizer]) -> Any:
-    """Returns Transform if all are Transforms, and Optimizer if all are Optimizers."""
+    """Returns Transform if all are Transforms, Optimizer if all are Optimizers; else raises."""
     classes = {type(part) for part in transforms.values()}
     if classes == {Transform}:
         return Transform
@@ -168,7 +169,10 @@ def make_shares(
     known_labels: Collection[str],
     params: Params,
 ) -> list[Share]:
-    """Splits the params by their labels, in the order of the known labels."""
+    """Makes a share for each known label that a param has, in the order of the known labels.
+
+    Raises for any other label.
+    """
     prefix = param_labels(params) if callable(param_labels) else param_labels
     labels = tree.broadcast_prefix(prefix, params)
     for position, label in enumerate(labels):
@@ -219,7 +223,7 @@ def split_state(
 def partition_by_mask(
     mask: Mask, selected: TransformOrOptimizer, others: TransformOrOptimizer
 ) -> TransformOrOptimizer:
-    """Runs one part on the params where the mask is True, and another part on the others."""
+    """Makes a ``partition``: ``selected`` is "decay", for True in the mask; ``others`` "rest"."""
 
     def param_labels(params: Params) -> Tree:
         prefix = mask(params) if callable(mask) else mask

@@ -27,7 +27,7 @@ def evaluate_rate(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
 
 
 def check_rate(learning_rate: object) -> None:
-    """Raises unless this is a number, a scalar tensor or a schedule."""
+    """Raises TypeError unless this is a number, a tensor, or a callable that is no class."""
     if is_scheduler(learning_rate):
         raise TypeError(
             f"learning_rate is a scheduler of torch.optim, which {SCHEDULER_HINT}"

@@ -68,8 +68,8 @@ def from_torch(
 
     The algorithm must step without a closure. Each update passes the state to torch and takes it
     back, so torch keeps nothing. Gradients are cast to the params' dtype, as torch needs. Under
-    ``vmap``, ``grad``, ``jvp`` or ``torch.compile`` an update is refused, because torch's in-place
-    steps have wrong derivatives there.
+    ``vmap``, ``grad``, ``jvp`` or ``torch.compile``, or if an argument requires grad, an update is
+    refused, because torch's in-place steps have wrong derivatives there.
 
     Args:
         algorithm: the class, such as ``torch.optim.RMSprop``.
@@ -215,9 +215,10 @@ class OptimizerFactory:
 
 
 def init_state(factory: OptimizerFactory, params: Params) -> TorchState:
-    """Makes the first state by a step of copies of the params, with gradients of zero.
+    """Makes the first state: zeros for each tensor that torch's state has after a step.
 
-    torch makes its state at the first step, so this step shows which tensors there are.
+    torch makes its state at the first step, so copies of the params take one, with gradients of
+    zero. Raises if a leaf is a shard, unless the algorithm is elementwise.
     """
     leaves, structure = tree.flatten(params)
     if not factory.is_elementwise:

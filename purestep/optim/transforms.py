@@ -142,7 +142,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 def update_moments(
     ops: Arithmetic, grads: Any, mu: Any, nu: Any, *, b1: float, b2: float
 ) -> Results:
-    """Updates Adam's decaying means of the gradients and of their squares."""
+    """Returns Adam's new means of gradients and of squares; may write to ``mu`` and ``nu``."""
     mu = ops.lerp_(mu, grads, 1 - b1)
     nu = ops.mul_(nu, b2)
     nu = ops.addcmul_(nu, grads, grads, 1 - b2)
@@ -154,7 +154,7 @@ def add_decayed_weights(
 ) -> Transform:
     """Adds weight decay to the updates: u + weight_decay · θ, where ``mask`` is True.
 
-    None decays all leaves. With a mask, it is a ``partition``.
+    Without a mask, all leaves decay. With one, the transform is a ``partition``.
 
     >>> decay = add_decayed_weights(0.1, lambda params: tree.map(lambda p: p.ndim > 1, params))
     >>> params = {"bias": torch.ones(1), "weight": torch.ones(1, 1)}

@@ -20,7 +20,7 @@ from purestep.types import OptState, Params, State, Tree
 
 
 class MasterState(NamedTuple):
-    """Holds the params in float32, and the state of the inner optimizer.
+    """Holds the params, at least in float32, and the state of the inner optimizer.
 
     >>> import torch
     >>> from purestep.optim import sgd
@@ -62,7 +62,7 @@ def master_weights(optimizer: Optimizer) -> Optimizer[State]:
     inner_update_ = update_in_place(optimizer)
 
     def widen_to_master(grads: Tree, opt_state: Any, params: Params) -> Tree:
-        """Casts gradients to the dtypes of the master params."""
+        """Casts gradients to the dtypes of the master params; raises unless the arguments fit."""
         inputs = None
         if isinstance(opt_state, MasterState):
             inputs = flatten_alike(grads, params, opt_state.master)

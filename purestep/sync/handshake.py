@@ -29,9 +29,9 @@ MAX_DIFFERENCES = 4
 
 
 class Status(NamedTuple):
-    """The numbers of one message, or the sums of all ranks' messages, in float64.
+    """Holds the numbers of one message, or the sums of all ranks' messages, in float64.
 
-    Sums are exact on up to 200,000 ranks.
+    Sums of whole numbers are exact up to 2⁵³. Those of losses and of float weights are rounded.
     """
 
     num_failed: float = 0
@@ -98,7 +98,7 @@ def encode_failure(axis: ProcessAxis) -> Tensor:
 
 
 def max_fingerprint(axis: ProcessAxis) -> int:
-    """Returns the bound below which the square of the sum over all ranks is exact."""
+    """Returns the bound of fingerprints, below which the sum of all ranks' squares is exact."""
     bound: int = 2 ** ((53 - axis.size.bit_length()) // 2)
     return bound
 
@@ -134,7 +134,7 @@ class PendingStatus:
         self._status: Status | None = None
 
     def read(self) -> Status:
-        """Returns the sum, or raises what it says. Only the first call waits."""
+        """Returns the sum, or raises as ``check_status`` does. Only the first call waits."""
         if self._status is None:
             axis = self._axis
             status = Status(*self._read_numbers())
@@ -256,10 +256,10 @@ def check_status(
     num_ranks: int,
     can_ask: bool,
 ) -> None:
-    """Raises where a rank has failed, ``num_ranks`` of them disagree, or N overflows.
+    """Raises if a rank has failed, if fingerprints of ``num_ranks`` ranks differ, or N overflows.
 
-    ``compared`` is what this rank's fingerprint was made of. ``can_ask`` lets all ranks exchange
-    texts for the error.
+    ``compared`` is what this rank's fingerprint was made of. With ``can_ask``, all ranks exchange
+    texts for the error. Without it, weights of different dtypes raise, too.
     """
     if status.num_failed:
         raise _failure(axis, status, can_ask=can_ask)
@@ -286,7 +286,11 @@ def check_status(
 
 
 def _failure(axis: ProcessAxis, status: Status, *, can_ask: bool) -> RankError:
-    """Returns the error that names the ranks that failed, with their errors."""
+    """Returns the error that names the ranks that failed.
+
+    If ``can_ask``, all ranks call this together, and it quotes their errors. Otherwise it names a
+    rank only if a single one failed.
+    """
     texts: dict[int, str] = {}
     if can_ask:
         answers = enumerate(axis.gather_object(None))

@@ -68,7 +68,7 @@ class RollCall:
         self._has_refused = False
 
     def before_launch(self, launch: Launch) -> None:
-        """Raises if a rank of the axis has left, or is about to gather something else."""
+        """Raises ``RankLeftError`` if a rank of the axis has left, or gathers something else."""
         self._raise_again()
         axis = launch.axis
         number = handshake.hash64(f"{launch}") % handshake.max_fingerprint(axis)
@@ -87,7 +87,10 @@ class RollCall:
         self._close(Answers(1))
 
     def end(self) -> None:
-        """Meets the ranks that have left since the last gather."""
+        """Joins the roll calls of ranks that have left since the last gather.
+
+        It does not read the answers: it raises only if ``before_launch`` has raised.
+        """
         self._raise_again()
         self._close(Answers(0))
 
@@ -116,7 +119,7 @@ class Repeated:
         self._refusal = ""
 
     def before_launch(self, launch: Launch) -> None:
-        """Raises if earlier updates have launched something else here."""
+        """Raises ``OtherGatherError`` if earlier updates have launched something else here."""
         self._raise_again()
         if not self._remaining or launch != self._remaining[0]:
             self._refuse(f"{launch}")
@@ -172,11 +175,14 @@ class LossGathers:
 
     @property
     def are_known(self) -> bool:
-        """Returns whether this rank remembers them from an earlier update."""
+        """Returns whether this rank remembers from an earlier update what a microbatch launches."""
         return bool(self._known and self._known.get(self._key))
 
     def guard(self, num_microbatches: int, *, all_know: bool) -> None:
-        """Prepares for a rank that leaves, before any microbatch has run."""
+        """Sets up ``Repeated`` if all ranks know what a microbatch launches, else a ``RollCall``.
+
+        It comes before the first microbatch. ``num_microbatches`` is the same on all ranks.
+        """
         if not self.axes or self._known is None:
             return
         self._num_microbatches = num_microbatches
@@ -201,18 +207,18 @@ class LossGathers:
             self._guard.end()
 
     def stop(self) -> None:
-        """Notes no more."""
+        """Stops the logs of its axes, and keeps what they have noted."""
         for axis in self.axes:
             axis.stop_gather_log()
 
     def describe(self) -> list[str]:
-        """Describes what was gathered: alike on ranks that leave, and on those that end."""
+        """Lists the launches if there is a roll call, else the units that have gathered params."""
         if isinstance(self._guard, RollCall):
             return [f"{launch}" for launch in self.log.launches]
         return self.log.names
 
     def remember(self) -> None:
-        """Remembers what each microbatch has launched, unless microbatches differ."""
+        """Remembers what each microbatch has launched, unless microbatches or updates differ."""
         launches = self.log.launches
         if self._known is None or self._guard is None or not launches:
             return

@@ -40,10 +40,10 @@ def compare_replicas(
     axis: Axis,
     sums: GradSums,
 ) -> bool:
-    """Compares what ranks of tensor parallelism share, until a comparison settles it.
+    """Runs ``check_replicas``, which may raise; returns whether later steps can do without it.
 
-    Returns whether it is settled. After a few steps without, as with a param that has no gradient,
-    it counts as settled.
+    They can once a check has settled it, or after ``MAX_COMPARISONS`` checks, as with a param that
+    has no gradient. ``comparisons`` is updated in place.
     """
     _, spec = tree.flatten(params)
     shard_specs = tree.shard_specs(spec)
@@ -65,7 +65,7 @@ def compare_replicas(
 def place_of(rank: int, shard_specs: ShardSpecs) -> Place:
     """Returns the rank's place on the step's axis, and on the axes of sharded params.
 
-    Threads of one step may all be rank 0 of its axis, and share the others' names.
+    The rank alone is not enough: threads of tensor parallelism may all be rank 0 of that axis.
     """
     axes = {axis for shard in shard_specs if shard for axis in shard.axes}
     places = [(axis.rank, axis.global_ranks) for axis in axes if axis.is_multi_program]
@@ -73,10 +73,10 @@ def place_of(rank: int, shard_specs: ShardSpecs) -> Place:
 
 
 def check_replicas(params: Params, axis: Axis, sums: GradSums) -> bool:
-    """Raises if ranks over which params are sharded, but not tokens, have summed different things.
+    """Raises if ranks over which params are sharded, but not tokens, have different sums.
 
-    All ranks call it together, after the sums over ``axis``, and all of them raise. Returns whether
-    that is settled: not where there are no tokens, or a gradient is zero or not finite.
+    All ranks call it together, after the sums over ``axis``, and all of them raise. Returns False
+    if equal sums show nothing yet: without tokens, or if a gradient is zero or not finite.
     """
     grads = tree.leaves(sums.grads)
     _, spec = tree.flatten(params)
@@ -154,7 +154,7 @@ def _gather(axis: Axis, values: Tensor) -> list[list[float]]:
 
 
 def _compare_totals(axis: Axis, sums: GradSums) -> bool:
-    """Raises if ranks have summed other tokens; returns whether there were any."""
+    """Raises if N or losses differ between ranks; returns whether N > 0 and losses are finite."""
     totals = torch.stack([sums.counts.num_tokens.double(), sums.loss.double()])
     num_tokens, losses = _gather(axis, totals)
     dtype = sums.loss.dtype
@@ -178,7 +178,7 @@ def _check_grads(
     axis: Axis,
     dtype: torch.dtype,
 ) -> None:
-    """Raises if a replicated param has another gradient on each rank."""
+    """Raises if norms or projections of a replicated param's gradient differ between ranks."""
     scale = _largest(norms)
     if _differ(norms, scale, dtype) or _differ(projections, scale, dtype):
         raise ValueError(
@@ -194,7 +194,7 @@ def _largest(values: Sequence[float]) -> float:
 
 
 def _differ(values: Sequence[float], scale: float, dtype: torch.dtype) -> bool:
-    """Returns whether finite values differ by more than half of the digits of their dtype."""
+    """Returns whether values differ by more than sqrt(eps) * scale; False if one is not finite."""
     if not all(math.isfinite(value) for value in values):
         return False
     tolerance = math.sqrt(torch.finfo(dtype).eps)

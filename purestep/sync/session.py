@@ -58,11 +58,11 @@ FAILED = -1
 
 
 class Session(Protocol):
-    """One update of all ranks: ``with open_session(...) as session``.
+    """Exchanges what ranks need in one update: ``with open_session(...) as session``.
 
     Every rank calls ``all_reduce_counts``, then ``grad_hook`` if gradients are to be summed, then
-    ``all_reduce_grads``, in this order. An exception inside the ``with`` reaches all ranks, except
-    for a ``KeyboardInterrupt``, which ends its process.
+    ``all_reduce_grads``, in this order. On the host, an exception inside the ``with`` reaches all
+    ranks, except for a ``KeyboardInterrupt``, which ends its process.
 
     >>> from purestep import LocalAxis
     >>> counts = TokenCounts(torch.tensor(3), torch.tensor(1))
@@ -89,7 +89,7 @@ class Session(Protocol):
         """
 
     def params_for_loss(self, params: Params) -> Params:
-        """Returns the params as a loss sees them, gathered where ``gather`` says."""
+        """Returns the params as ``accumulate`` takes them: gathered only with ``gather="step"``."""
 
     def grad_hook(
         self, params: Params, accum_dtype: torch.dtype | None
@@ -108,8 +108,8 @@ class Session(Protocol):
     def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
         """Sums the results of all ranks; of a sharded leaf, it returns this rank's shard.
 
-        The leaves of ``sums.grads`` are those of params, one by one. With ``gather="step"``, the
-        gradient of a leaf that is sharded over the axis is full; with the others, it is the shard.
+        ``sums.grads`` has one leaf for each leaf of params. With ``gather="step"``, a param that is
+        sharded over the axis has its full gradient there; otherwise it has the shard.
         """
 
 
@@ -158,7 +158,7 @@ class SPMDSession:
         return total
 
     def params_for_loss(self, params: Params) -> Params:
-        """Returns the params as a loss sees them: each rank's own, gathered for the step."""
+        """Marks the params by ``pvary``; with ``gather="step"``, gathers shards over the axis."""
         if not tree.shard_specs(tree.flatten(params)[1]):
             return self.axis.apply_tree("pvary", params)
         return params_for_loss(params, self.axis, self.gather)
@@ -192,7 +192,10 @@ class SPMDSession:
     def _reduce_sharded(
         self, grads: list[Tensor], shard_specs: ShardSpecs
     ) -> list[Tensor]:
-        """Scatters full gradients of shards, and sums each leaf over its other ranks."""
+        """Scatters full gradients if ``gather`` is "step", and sums leaves over the other ranks.
+
+        It writes to the list ``grads``, and returns it.
+        """
         if self.gather == "step":
             for index, shard_spec in shards_over(shard_specs, self.axis).items():
                 grads[index] = collective_on_shard(
@@ -221,7 +224,7 @@ class LocalSession(SPMDSession):
         return counts
 
     def params_for_loss(self, params: Params) -> Params:
-        """Returns the params as they are; gathers them if any is sharded."""
+        """Returns the params as they are, unless one is sharded: then as ``SPMDSession`` does."""
         if not tree.shard_specs(tree.flatten(params)[1]):
             return params
         return super().params_for_loss(params)
@@ -349,7 +352,7 @@ class MultiProgramSession:
         return {name: handshake.fingerprint(name, x) for name, x in trees.items()}
 
     def params_for_loss(self, params: Params) -> Params:
-        """Returns the params as a loss sees them; from here on, full buckets leave."""
+        """Returns the params as ``accumulate`` takes them; from here on, full buckets leave."""
         visible = params_for_loss(params, self._axis, self._gather)
         self._await_grads()
         return visible
@@ -374,7 +377,7 @@ class MultiProgramSession:
         return self._buckets.ready
 
     def max_microbatches(self, num_microbatches: int) -> int:
-        """Returns the largest number of microbatches of any rank."""
+        """Returns the largest number of microbatches of any rank; on the host, guards gathers."""
         max_len = self._find_max_len(num_microbatches)
         if self._axis.on_host:
             assert self._first is not None
@@ -448,9 +451,10 @@ class MultiProgramSession:
     def _check_second(
         self, message: Tensor, fingerprints: list[TreeFingerprint]
     ) -> Status | None:
-        """Reads and checks the second message; on a device, only if a rank has no microbatch.
+        """Reads and checks the second message, after the first if that is still unread.
 
-        Returns None if it was not read.
+        On a device, it reads the second one only if a rank holds no microbatch, or if units gather
+        in an order. Otherwise it returns None. The last of ``fingerprints`` is that of the order.
         """
         axis = self._axis
         assert self._first is not None
@@ -516,7 +520,10 @@ class MultiProgramSession:
         self._buckets.begin()
 
     def _all_reduce_message(self, message: Tensor) -> None:
-        """Sums the messages of all ranks in place, behind the buckets that have not left."""
+        """Sums the messages of all ranks in place, behind the buckets, and waits for all of these.
+
+        Raises what the first message shows, if this is the second.
+        """
         if self._awaited == "grads":
             self._buckets.launch()
         self._awaited = None
@@ -529,7 +536,8 @@ class MultiProgramSession:
     def _send_failure(self, error: BaseException) -> list[str]:
         """Sends what the other ranks wait for, and that this one has failed.
 
-        Returns the errors of all ranks, if they can be exchanged.
+        On a device, it sends nothing after ``all_reduce_counts``. Returns the errors of all ranks,
+        "" for a rank without one; returns an empty list if they cannot be exchanged.
         """
         axis = self._axis
         awaits_counts = self._awaited == "counts"
@@ -551,7 +559,7 @@ class MultiProgramSession:
 
 
 def _check_backward_threads(axis: ProcessAxis, params: Params) -> None:
-    """Raises where ranks are threads and params on a device: its backward thread is one."""
+    """Raises if a param is on a device, where one thread runs the backward passes of all ranks."""
     for leaf in tree.leaves(params):
         if leaf.device.type != "cpu":
             raise ValueError(

@@ -13,7 +13,11 @@ from purestep.testing.judging import Verdict, report, run_laws
 
 
 def main() -> int:
-    """Returns 0 if no law fails but as accepted, 1 if one does, 2 for wrong arguments."""
+    """Prints a verdict for each law; returns 1 if there are complaints, else 0.
+
+    A complaint is a failure that is not accepted, or an accepted one that no longer occurs. Wrong
+    arguments raise ``SystemExit(2)``.
+    """
     parser = _make_parser()
     options = parser.parse_args()
     names = options.laws.split(",")

@@ -34,9 +34,9 @@ class _RankState(NamedTuple):
 
 
 class PureTrainer:
-    """Trains by a pure step, with threads as ranks.
+    """Trains by a pure step, with threads as ranks if there are several.
 
-    Params have the names of the problem's module.
+    ``make`` must return params under the names of the problem's module.
 
     >>> import purestep as ps
     >>> def make(problem, axis):
@@ -53,7 +53,7 @@ class PureTrainer:
         self.capabilities = capabilities
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """Makes the step on every rank."""
+        """Makes new params, state and a step for each rank, in the calling thread."""
         self._axis: Any = ThreadAxis(ranks) if ranks > 1 else LocalAxis()
         self._steps: list[Step] = []
         self._states: list[_RankState] = []
@@ -96,7 +96,7 @@ class PureTrainer:
         return copy.deepcopy(self._states)
 
     def load(self, saved: Any) -> None:
-        """Puts a saved state back."""
+        """Puts a saved state back, not a copy: a step with ``donate=True`` overwrites it."""
         self._states = saved
 
 
@@ -104,7 +104,7 @@ class RankProgram(Protocol):
     """Trains on one rank."""
 
     def start(self, problem: Problem) -> None:
-        """Starts the rank program on a problem."""
+        """Forgets all that was before, and begins at the problem's own parameters."""
 
     def update(self, microbatches: Sequence[Batch]) -> None:
         """Makes one update on this rank's microbatches."""
@@ -157,7 +157,10 @@ class Loop:
         self._reported = dict(reported or {})
 
     def observe(self) -> Observation:
-        """Returns the module's parameters, under the names from before a wrapper."""
+        """Returns copies of the full parameters by name, and what the last update reported.
+
+        A first "module." of a name, which DistributedDataParallel adds, is left out.
+        """
         params = {}
         for name, p in self._model.named_parameters():
             # DistributedDataParallel puts "module." before each name.
@@ -173,7 +176,7 @@ def _full_tensor(x: Any) -> Any:
 
 
 class OneRank:
-    """Runs a rank program in this process."""
+    """Runs a rank program in this process as the only rank: ``capabilities.ranks`` must be 1."""
 
     def __init__(self, program: RankProgram, capabilities: Capabilities) -> None:
         self.program = program
@@ -199,8 +202,8 @@ def loop(
 ) -> OneRank | Processes:
     """Makes a trainer of a loop: ``update(model, optimizer, microbatches, problem)`` in place.
 
-    With ``capabilities.ranks`` above 1 it runs in as many processes of a gloo group, on a single
-    rank too: both functions then stand at the top of a module.
+    With ``capabilities.ranks`` above 1 each rank is a process in a gloo group, even a single rank.
+    Both functions must then stand at the top of a module.
 
     >>> import purestep as ps
     >>> def update(model, optimizer, microbatches, problem):
@@ -221,9 +224,10 @@ class Processes:
     """Runs a program on each rank, in the processes of a gloo group, which stay from run to run.
 
     Args:
-        make: a function at the top of a module, that makes a ``RankProgram`` in each process.
-        capabilities: of the trainer; ``ranks`` is how many processes there are at most.
-        timeout: after how many seconds a rank that waits for others is a refusal.
+        make: makes a ``RankProgram`` in each process, at each start. It must be picklable, such as
+            a function at the top of a module.
+        capabilities: of the trainer. Each number of ranks that is started has a group of processes.
+        timeout: the seconds that each call may take; then it raises ``TimeoutError``.
     """
 
     def __init__(

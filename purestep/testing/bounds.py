@@ -42,7 +42,7 @@ class Bound(NamedTuple):
 
 
 class _Majorants(NamedTuple):
-    """Sums of the absolute values of all products, for all that a run computes."""
+    """Holds sums of the absolute values of all products, for each result of a run."""
 
     params: dict[str, float]
     loss: float
@@ -56,7 +56,11 @@ def compute_bound(
     tokens: int,
     capabilities: Capabilities,
 ) -> Bound:
-    """Bounds the errors after one update on each of these batches, if ``tokens`` are summed."""
+    """Bounds the errors by rounding after one update on each of these batches.
+
+    ``tokens`` is how many tokens the updates sum in all, padding included. For a model other than
+    ``Linear`` the bound is an estimate.
+    """
     per_update = problem.task.roundings + 8
     num_updates = max(1, len(batches))
     num_roundings = per_update * num_updates + 2 * tokens
@@ -88,7 +92,7 @@ def _largest_count(problem: Problem, batches: Batches) -> float:
 
 
 def _linear_majorants(problem: Problem, batches: Batches) -> _Majorants:
-    """Updates the linear model on absolute values.
+    """Computes the majorants of the linear model, by its updates on absolute values.
 
     Each update is a polynomial of the data. Here no two terms of it have different signs: the
     targets are negative, since they are subtracted, and so is the learning rate.
@@ -134,9 +138,9 @@ def _gradient_majorants(problem: Problem, batches: Batches) -> _Majorants:
     """Estimates the majorants from rows' losses and gradients, as if all batches were one update.
 
     The gradient's majorant is G = Σ sₘ‖gₘ‖, where row m has the share sₘ of all weight. Each norm
-    is over all parameters together, since a gradient that cancels to zero has errors, too. That of
-    a parameter is its norm plus the learning rate times G. That of an evaluation is the larger one
-    of its loss and of the loss before.
+    is over all parameters together, since a gradient that cancels to zero has errors, too. The
+    majorant of a parameter is its norm plus the learning rate times G. The majorant of an
+    evaluation is the larger one of the losses before and after the update.
     """
     trainer = ReferenceTrainer()
     trainer.start(problem, 1)

@@ -46,11 +46,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """Holds two runs that must agree; ``first`` None: the second one and the specification.
+    """Holds two runs that must agree; ``first`` None: ``second`` and the specification.
 
-    ``reports`` names what the ranks' reports of the last update must agree in, too; "evaluation" is
-    of its group with rows twice as long. ``scale`` is how much larger the count of tokens is in the
-    second. ``part`` is the law's.
+    ``reports`` names what must agree besides the params. Most are reports of the last update;
+    "evaluation" is the mean loss on its group. Rows are twice as long there, unless the task has a
+    vocabulary. The second run counts ``scale`` times as many tokens as the first. ``part`` names
+    the part of the law.
     """
 
     problem: Problem
@@ -79,7 +80,10 @@ class Case:
         return max(self.first, self.second, key=lambda run: len(run.groups))
 
     def reproducer(self) -> str:
-        """Writes the case as a program, for a ``trainer`` of yours."""
+        """Returns the case as a program, which needs a ``trainer`` of yours.
+
+        Unless the model is ``Linear``, the program also needs names ``task`` and ``model``.
+        """
         model = self.problem.model
         args = ["task", "model"]
         if isinstance(model, Linear):
@@ -102,7 +106,10 @@ class Case:
     __repr__ = reproducer
 
     def coverage(self) -> dict[str, Any]:
-        """Summarises the case in a few numbers."""
+        """Counts the second run's microbatches in the last update, its ranks and its updates.
+
+        "weights" is the kind of the first run's weights: "0 and 1", "whole" or "fractions".
+        """
         first = self.first or self.second
         batch = join_group(first.groups[-1])
         last = self.second.groups[-1]
@@ -181,11 +188,15 @@ def _batch_code(batch: Batch) -> str:
 
 
 class RefusalError(Exception):
-    """Wraps an exception of a trainer, which is its cause."""
+    """Reports that a trainer raised, or that its params have another dtype than it declares."""
 
 
 class DisagreementError(AssertionError):
-    """Reports two runs that must agree and do not: in what, and by how much of its size."""
+    """Reports two runs that must agree and do not.
+
+    ``what`` says in what they differ. ``size`` is the difference relative to the update, or to the
+    value of a report.
+    """
 
     def __init__(self, case: Case, what: str, size: float) -> None:
         super().__init__(f"{what}\n  in this case: {case.describe()}")
@@ -218,9 +229,10 @@ def describe_cause(error: BaseException) -> str:
 
 
 def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observation]:
-    """Returns what each rank sees after a run on copies; the first rank evaluates, too.
+    """Returns what each rank sees after a run on copies of the data; the first one evaluates, too.
 
-    It raises ``RefusalError`` for any error of the trainer.
+    Raises ``RefusalError`` if the trainer raises or has params of another dtype than it declares,
+    and ``ValueError`` if they have other names than the problem's.
     """
     watch = Watch()
     try:
@@ -258,7 +270,7 @@ def _check_params(
 def _do_run(
     trainer: Any, problem: Problem, run: Run, watch: Watch
 ) -> list[Observation]:
-    """Does a run, act by act, and looks at its end."""
+    """Does a run, act by act, and returns what each rank sees at its end."""
     if run.setting is not None:
         trainer.select_setting(run.setting)
     trainer.start(problem, run.ranks)
@@ -367,9 +379,9 @@ def _check_ranks(
     bound: Bound,
     scale: float,
 ) -> None:
-    """Checks the params and reports that each rank sees after one run.
+    """Raises ``DisagreementError`` if a rank's params or reports are not those of ``expected``.
 
-    Each must be that of ``expected``, but the count of tokens is ``scale`` times as large.
+    They may differ by rounding. The count of tokens must be ``scale`` times that of ``expected``.
     """
     start = case.problem.params()
     for rank, observation in enumerate(seen):
@@ -400,7 +412,11 @@ def _check_close(
     allowed: float,
     start: Tensor | float = 0.0,
 ) -> None:
-    """Checks that two values differ by twice the bound at most: each may be off by it."""
+    """Raises ``DisagreementError`` if two values differ by more than twice ``allowed``.
+
+    Each may be off by ``allowed``. The error's ``size`` is relative to the norm of
+    ``expected - start``.
+    """
     actual = torch.as_tensor(actual, dtype=torch.float64).detach()
     expected = torch.as_tensor(expected, dtype=torch.float64).detach()
     is_equal = equal_or_nan(actual, expected)

@@ -29,7 +29,7 @@ class TrainerLaw:
         is_able: whether the law can be put to a trainer.
         obstacle: why it cannot be put to one that is not able.
         claim: whether two runs agree to the bit; ``DisagreementError`` where they do not agree.
-        parts: how far it may hold.
+        parts: names of the kinds of cases, each of which gets a verdict.
     """
 
     name: str
@@ -151,7 +151,11 @@ def _draw_settings(draw: Draw, trainer: Any, part: str) -> Case:
 
 
 def _check_purity(trainer: Any, case: Case) -> bool:
-    """Checks that the same run twice gives the same bits, or that all around is as it was."""
+    """Returns True, or raises ``DisagreementError``; what it checks depends on ``case.part``.
+
+    For "bits" the two runs must end in the same bits. For "inputs" and "global state" the second
+    run must leave them as they were.
+    """
     if case.part == "bits":
         if not agree(trainer, case):
             raise DisagreementError(

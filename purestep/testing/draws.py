@@ -39,7 +39,7 @@ class Draw:
         return options[index]
 
     def many(self, numbers: Sequence[int]) -> list[Draw]:
-        """Chooses one of these numbers of draws, whose choices do not depend on each other."""
+        """Chooses one of the numbers, and returns as many draws, each with a separate scope."""
         scope = (*self.scope, self.count)
         draws = []
         for i in range(self.one(numbers)):
@@ -157,7 +157,7 @@ def _list_scopes(used: Choices) -> list[Address]:
 
 
 def _remove_draw(scope: Address, choices: Choices) -> Choices:
-    """Leaves one of many draws out; those behind it move up."""
+    """Leaves one of many draws out, unless their number is the lowest; those behind it move up."""
     parent = scope[:-1]
     index = scope[-1]
     if not choices.get(parent):

@@ -20,12 +20,12 @@ SEVERITY = ("not asked", "holds", "refuses", "wrong")
 
 
 class Verdict(NamedTuple):
-    """Returns whether a trainer keeps one law.
+    """Says whether a trainer keeps one law.
 
-    ``status`` is "holds", in ``cases`` cases, of which so many ``num_bitwise``; "wrong", with the
-    smallest ``case`` found, ``reason`` in words, and the ``size`` of the error relative to the
-    update; "refuses", with the smallest case that raised an exception; or "not asked", and
-    ``reason``.
+    ``status`` "holds" means: in ``cases`` cases, ``num_bitwise`` of them to the bit. "wrong" comes
+    with the smallest ``case``, a ``reason`` in words, and the ``size`` of the error relative to the
+    update. "refuses" comes with the smallest case that raised an exception, and its ``reason``.
+    "not asked" comes with a ``reason``.
 
     ``parts`` has a verdict for each kind of case, where the law tells them apart. ``coverage``
     counts the cases by their microbatches, ranks, updates and weights.
@@ -106,10 +106,10 @@ def check(
     shrink: int = 200,
     seed: Seed = 0,
 ) -> None:
-    """Raises an ``AssertionError`` for the first law that does not hold.
+    """Raises an ``AssertionError`` for the first law that is wrong or refused.
 
-    It tells the smallest case in words, and as code to paste. The arguments are those of
-    ``run_laws``.
+    The error tells the smallest case in words, and as code to paste. A law that is not asked
+    passes. The arguments are those of ``run_laws``.
 
     >>> from purestep.testing import ReferenceTrainer
     >>> check(ReferenceTrainer(), ["T1", "T2", "T3"], cases=10)
@@ -128,11 +128,12 @@ def law_tests(
     shrink: int = 200,
     seed: Seed = 0,
 ) -> Callable[[str], None]:
-    """Makes a test for pytest of each law: ``test_my_trainer =
-    ps.testing.law_tests(make_trainer)``.
+    """Makes a function for pytest, which tests each law.
 
-    A law that asks for more than the trainer's capabilities is skipped, with the reason. The
-    arguments but ``make``, which makes a trainer, are those of ``run_laws``.
+    Assign it to a name that pytest collects: ``test_my_trainer =
+    ps.testing.law_tests(make_trainer)``. A law that asks for more than the trainer's capabilities
+    is skipped, with the reason. ``make`` makes a trainer for each test. The other arguments are
+    those of ``run_laws``.
     """
     import pytest
 
@@ -287,7 +288,7 @@ def _judge_part(
 
 
 def report(verdict: Verdict) -> str:
-    """Tells the smallest case in which a law does not hold, in words and as code."""
+    """Returns the smallest case of a verdict, in words and as code; the verdict must have one."""
     assert verdict.case is not None
     failure = "does not hold" if verdict.status == "wrong" else "is refused"
     title = verdict.law.title

@@ -42,7 +42,11 @@ def draw_updates(
     *,
     keyed: bool = False,
 ) -> list[Group]:
-    """Draws one of these numbers of small updates on ``size`` ranks."""
+    """Draws small updates on ``size`` ranks, as many as one of ``numbers``.
+
+    For a task with a model it is the first of them. In each update all ranks have one microbatch,
+    or all have two.
+    """
     if capabilities.task.model is not None:  # No polynomial: as few as possible.
         numbers = numbers[:1]
     limits = {"most_rows": 2, "most_length": 3, "keyed": keyed}
@@ -195,9 +199,9 @@ def _renumber_rows(layout: Layout, order: Sequence[int]) -> Layout:
 
 
 def _join_updates(run: Run) -> Run:
-    """Puts the microbatches of all ranks on one in earlier updates; single ones are given twice.
+    """Puts the microbatches of all ranks on one rank, in all updates but the last.
 
-    Twice a half of a gradient is the gradient, to the bit.
+    A single microbatch is given twice: twice a half of a gradient is the gradient, to the bit.
     """
     *updates, last = run.groups
     joined: list[Group] = []
@@ -220,7 +224,10 @@ def _describe_layout(layout: Layout) -> str:
 
 
 def _with_looks(run: Run, trainer: Any, part: str) -> Run:
-    """Looks at the trainer between all acts, and restarts it."""
+    """Looks at the trainer before the acts and after each, and restarts it after each if it can.
+
+    The part "bits" has no restarts.
+    """
     between: list[Act] = ["look"]
     # Bits after a restart are T16's.
     if part != "bits" and isinstance(trainer, Resumable):
@@ -248,9 +255,10 @@ def draw_interrupted(
     act: Literal["restart", "save"] | None = None,
     dropout: float = 0.0,
 ) -> Case:
-    """Draws updates, and the same with something between them that makes no difference.
+    """Draws updates, and the same ones with an interruption that makes no difference.
 
-    Without ``act`` that is an update which changes nothing.
+    It is ``act``, or without it an update that changes nothing. It comes once or twice: before,
+    between or after the updates.
     """
     capabilities = trainer.capabilities
     keyed = dropout > 0

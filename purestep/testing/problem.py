@@ -73,7 +73,7 @@ class Problem:
         )
 
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """Returns each token's loss, as the model has it now."""
+        """Returns each token's loss under ``model``, of shape ``(rows, length)``."""
         return self.task.losses(model, batch)
 
     def weights(self, batch: Batch) -> Tensor:
@@ -138,9 +138,9 @@ REGRESSION = Task(
 def causal_lm(model: nn.Module) -> Task:
     """Makes a task of next tokens, for ``model(input_ids=, attention_mask=).logits``.
 
-    That is how transformers call a model. A batch has ``input_ids``, ``attention_mask`` and
-    ``labels``, all of shape (rows, length). Labels are -100 where nothing counts, and the logits of
-    one position are about the label of the next.
+    The model also has ``get_input_embeddings``, as in transformers. A batch has ``input_ids``,
+    ``attention_mask`` and ``labels``, all of shape (rows, length). Labels are -100 where nothing
+    counts, and the logits of one position are about the label of the next.
     """
     # Each dimension is summed once forward and twice backward; the rest takes a few for each leaf.
     roundings = [3 * sum(p.shape) + 16 for p in model.parameters()]

@@ -81,7 +81,9 @@ class World:
         """Calls ``function(rank, *args of this rank)`` on every rank.
 
         Returns what each call returns or raises, or ``DeadRankError``. A rank that raises ends, as
-        a program would. The next run starts afresh.
+        a program would. The next run then starts new processes for all ranks.
+
+        Raises ``TimeoutError`` after ``timeout`` seconds, and ends all processes.
         """
         rank_args: list[Any] = [()] * self.size
         if args:
@@ -133,7 +135,7 @@ class World:
 
 
 def values(results: Sequence[Any]) -> list[Any]:
-    """Returns the results of ranks, and raises if one has failed."""
+    """Returns the results of ranks; raises ``AssertionError`` if one of them is an exception."""
     failed = {
         rank: result
         for rank, result in enumerate(results)

@@ -50,7 +50,7 @@ class ReferenceTrainer:
         self._reported: dict[str, Any] = {}
 
     def update(self, group: Group) -> None:
-        """Computes θ, m ← SGD(∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ, m, θ), if there is a token at all."""
+        """Computes θ, m ← SGD(∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ, m, θ), if any token has weight."""
         self._reported = {"loss": 0.0, "num_tokens": 0.0}
         batch = join_group(group)
         if batch is None:
@@ -113,7 +113,10 @@ def join_group(group: Group) -> Batch | None:
 
 
 def join_batches(batches: Sequence[Batch]) -> Batch | None:
-    """Joins all rows; shorter ones are padded with zeros, labels with -100."""
+    """Joins all rows into one batch, with floats as float64; None if there are no batches.
+
+    Shorter rows are padded with zeros, labels with -100.
+    """
     if not batches:
         return None
     length = max(_row_length(batch) for batch in batches)

@@ -21,17 +21,17 @@ _Group: TypeAlias = tuple[int, ...]
 
 
 class ThreadAxis(ProcessAxis):
-    """Runs ``size`` ranks as threads of this process, each with its own program, as processes.
+    """Runs ``size`` ranks as threads of this process; they may run different code, as processes do.
 
     For tests of what ``VmapAxis`` cannot run: ranks with different numbers of microbatches, and
     ranks that go wrong. They meet in their collectives. Where one calls another collective, or
     another shape or dtype, or has ended, there is no hang: every rank that takes part gets an error
     at once, which names ranks and calls.
 
-    As between processes, the first collective of each rank over an axis belongs to the first of the
-    others, and so on. Gradients leave while others still compute. Several threads may map over one
-    axis. (Forward-mode differentiation belongs to the whole process in torch: ``jvp`` is for
-    ``VmapAxis`` and ``MeshAxis``.)
+    As between processes, the first collective of each rank over an axis meets the first of the
+    others, and so on. Gradients are reduced while others are still computed. Several threads may
+    map over one axis at once. (Forward-mode differentiation belongs to the whole process in torch:
+    ``jvp`` is for ``VmapAxis`` and ``MeshAxis``.)
 
     Args:
         size: how many ranks.
@@ -71,7 +71,7 @@ class ThreadAxis(ProcessAxis):
 
     @property
     def rank(self) -> int:
-        """Numbers the calling thread among the axis's ranks."""
+        """Returns the position of the calling thread on the axis, from 0 to size - 1."""
         _, rank = self._world.current(self)
         return self._groups[rank].index(rank)
 
@@ -116,10 +116,11 @@ class ThreadAxis(ProcessAxis):
         return axis
 
     def map(self, fn: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """Runs ``fn`` on every rank: arguments and the result have one entry per rank.
+        """Returns a function that runs ``fn`` on every rank.
 
-        An exception in one rank is raised here, with the rank in its notes. Ranks that waited for
-        it get a ``RankError``, which is raised only where there is nothing else.
+        Its arguments and its result have one entry per rank. It raises an exception of one rank,
+        with the rank in the notes. Ranks that waited for that rank get a ``RankError``, which it
+        raises only if there is no other exception.
         """
 
         def mapped(*args: Sequence[Any]) -> list[Any]:
@@ -156,7 +157,10 @@ class ThreadAxis(ProcessAxis):
         return wait()
 
     def launch(self, x: Tensor, op: str = "psum") -> Wait:
-        """Hands over a copy of ``x``, which itself holds a psum after the wait."""
+        """Begins a collective on a copy of ``x``, and returns the wait for its result.
+
+        The wait for a psum writes the sum into ``x``, and returns ``x``.
+        """
         wait = self._begin(op, x.clone())
         if op != "psum":
             return wait
@@ -167,7 +171,7 @@ class ThreadAxis(ProcessAxis):
         return wait_and_copy
 
     def complement(self, inner: ProcessAxis) -> ThreadAxis:
-        """Makes the axis over those of these ranks that have the same rank in ``inner``."""
+        """Makes the axis that joins those of its ranks that have the same rank in ``inner``."""
         assert isinstance(inner, ThreadAxis)
         size = self._world.size
         inner_ranks = [inner._groups[rank].index(rank) for rank in range(size)]
@@ -232,7 +236,7 @@ class _World:
         return hasattr(self._local, "run")
 
     def current(self, axis: ThreadAxis) -> tuple[_Run, int]:
-        """Returns the run of the calling thread, and its rank there."""
+        """Returns the run of the calling thread and its rank there; raises if it is no rank."""
         if not self.is_running:
             raise RuntimeError(
                 f"{axis} has ranks only while it maps: axis.map(fn)(...)"
@@ -273,7 +277,10 @@ _Errors: TypeAlias = dict[int, BaseException]
 
 
 def _raise_first(errors: _Errors, size: int) -> NoReturn:
-    """Raises the error of the first rank; a ``RankError`` only tells of another rank's."""
+    """Raises the error of the lowest rank, a ``RankError`` only if there are no others.
+
+    Empties ``errors``.
+    """
     causes = [rank for rank in errors if not isinstance(errors[rank], RankError)]
     first = min(causes or errors)
     errors[first].add_note(f"raised by rank {first} of {size}")
@@ -345,7 +352,10 @@ class _Run:
         self._changed.notify_all()
 
     def wait(self, rank: int, collective: _Collective) -> Tensor:
-        """Waits for a rank's result of a collective."""
+        """Waits for a rank's result of a collective, and returns it; each rank may do so once.
+
+        Raises ``RankError`` if the collective cannot be computed.
+        """
         with self._changed:
             self._waiting[rank] = collective
             self._refuse_the_impossible()

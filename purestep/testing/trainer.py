@@ -67,7 +67,7 @@ class Trainer(Protocol):
         """Forgets all that was before, and begins at the problem's own parameters."""
 
     def update(self, group: Group) -> None:
-        """Makes one update on each rank's microbatches."""
+        """Makes one update on the microbatches of all ranks."""
 
     def observe(self) -> Sequence[Observation]:
         """Returns what each rank sees now."""
@@ -78,7 +78,7 @@ class Evaluating(Protocol):
     """Evaluates as well as trains."""
 
     def evaluate(self, group: Group) -> float:
-        """Returns the mean loss over all tokens."""
+        """Returns Σ wᵢ ℓᵢ / Σ wᵢ over the tokens of all ranks, and changes nothing."""
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ class Resumable(Protocol):
     """Saves its state, which can be put back after a fresh ``start``."""
 
     def save(self) -> Any:
-        """Returns all that the trainer needs to go on."""
+        """Returns all that the trainer needs to go on, which later updates must not change."""
 
     def load(self, saved: Any) -> None:
         """Goes on from a saved state."""

@@ -85,9 +85,10 @@ STATE = {
 
 
 class Watch:
-    """Compares data and global state from its making to its end.
+    """Notes changes of data and global state from its making on.
 
-    The generators begin at a state to which no program has set them: one that seeds them is seen.
+    Making it seeds the global generators, each time with another seed: a program that seeds them is
+    seen. ``end`` puts all global state back.
     """
 
     def __init__(self) -> None:

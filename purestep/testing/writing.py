@@ -109,9 +109,9 @@ Layout: TypeAlias = Sequence[Sequence[Part]]
 def draw_padding(
     draw: Draw, layout: Layout, length: int, *, inside: bool, added: bool
 ) -> Layout:
-    """Pads microbatches: by rows anywhere, by columns ``inside`` or at the end alone.
+    """Pads microbatches: by rows anywhere, by columns anywhere if ``inside``, else at the end.
 
-    With ``added`` there are also microbatches in which nothing counts. Something is always padded.
+    With ``added`` it may insert microbatches in which nothing counts. Something is always padded.
     """
     columns = list(range(length))
     padded = []
@@ -279,7 +279,7 @@ def _fix_empty(
 
 
 def _equalize_sizes(groups: list[Rows]) -> None:
-    """Gives all microbatches as many rows as the first has, some of them twice."""
+    """Gives all microbatches as many rows as the first has: repeats some, or leaves some out."""
     size = len(groups[0])
     for i, rows in enumerate(groups):
         endless = itertools.cycle(rows)
@@ -287,7 +287,7 @@ def _equalize_sizes(groups: list[Rows]) -> None:
 
 
 def _equalize_weights(groups: list[Rows]) -> None:
-    """Gives all rows the weights of the first row in the first group that has any."""
+    """Gives all rows the weights of the first microbatch's first row with weight."""
     counted = [row for row in groups[0] if row.total]
     pattern = counted[0]
     for i, rows in enumerate(groups):
@@ -342,7 +342,7 @@ def _draw_batch(draw: Draw, capabilities: Capabilities, rows: Rows) -> Batch:
 
 
 def _draw_text(draw: Draw, task: Task, rows: Rows) -> Batch:
-    """Writes rows as tokens and labels."""
+    """Writes rows as tokens, attention mask and labels; each gets a first token of weight 0."""
     texts = []
     for row in rows:
         # The first token of a row is predicted by none.
@@ -380,7 +380,10 @@ def _stack_rows(rows: Rows, fill: Any, dtype: torch.dtype) -> tuple[Tensor, Tens
 def draw_problem(
     draw: Draw, capabilities: Capabilities, *, dropout: float = 0.0
 ) -> Problem:
-    """Draws a model of small integers, and SGD with or without momentum and weight decay."""
+    """Draws a model of small integers, and SGD with or without momentum and weight decay.
+
+    A task with a model keeps it, without momentum, weight decay or dropout.
+    """
     task = capabilities.task
     learning_rate = draw.one([0.25, 0.5, 0.0625, 0.1])
     if task.model is not None:

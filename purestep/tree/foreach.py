@@ -112,7 +112,7 @@ def divide_(leaves: Sequence[Tensor], divisor: Tensor) -> None:
 
 
 def as_number(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """Converts a number for foreach kernels: reads it where that does not wait for a device."""
+    """Converts a number for foreach kernels: reads a tensor on the host, casts one on a device."""
     if not isinstance(value, Tensor):
         return value
     if value.is_cpu:

@@ -27,7 +27,7 @@ INTEGERS = {
 
 
 def select_by_bits(old: list[Tensor], new: list[Tensor], condition: Tensor) -> None:
-    """Writes ``new`` over ``old`` by three foreach kernels for each dtype."""
+    """Writes ``new`` over ``old`` if the condition is True, by three kernels for each dtype."""
     for group in foreach.group_by_kind(old):
         old_column = [old[index] for index in group]
         new_column = [new[index] for index in group]
@@ -44,7 +44,10 @@ def select_by_bits(old: list[Tensor], new: list[Tensor], condition: Tensor) -> N
 def select_by_leaf(
     old: list[Tensor], new: list[Tensor], condition: Tensor
 ) -> list[Tensor]:
-    """Selects leaf by leaf: for devices whose foreach operations are loops."""
+    """Returns ``new`` if the condition is True, else ``old``, leaf by leaf in new tensors.
+
+    It is for devices whose foreach operations are loops.
+    """
     selected = []
     for new_leaf, old_leaf in zip(new, old, strict=True):
         selected.append(torch.where(condition, new_leaf, old_leaf))

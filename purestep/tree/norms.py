@@ -107,7 +107,10 @@ def _sum_over_axes(
 
 
 def _sum_of_squares(leaves: list[Tensor]) -> Tensor:
-    """Computes ‖leaves‖² in float64, and not by way of its root, which rounds."""
+    """Computes ‖leaves‖²: squares in float32 at least, and adds the squares in float64.
+
+    A norm is not squared, because its root is rounded.
+    """
     squares = []
     for leaf in leaves:
         dtype = accumulation_dtype(leaf.dtype)

@@ -41,9 +41,10 @@ def has_graph(leaf: Any) -> bool:
 def detach_opaque(leaf: Any) -> Any:
     """Copies a leaf with detached tensors, which require grad if the originals do.
 
-    It copies dicts, ``UserDict``, lists, tuples and dataclasses. Other objects stay as they are.
-    So what a loss does to these tensors, such as ``requires_grad_()``, leaves the caller's alone.
-    They require grad since networks for physics differentiate by their collocation points.
+    It copies dicts, ``UserDict``, lists, tuples and dataclasses. Other objects stay as they are, a
+    NamedTuple, too. What a loss does to the copied tensors, such as ``requires_grad_()``, leaves
+    the caller's alone. They require grad since networks for physics differentiate by their
+    collocation points.
     """
     if isinstance(leaf, Tensor):
         return leaf.detach().requires_grad_(leaf.requires_grad)

@@ -117,6 +117,8 @@ def zeros_like(tree: Tree) -> Tree:
 def where(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
     """Returns ``chosen`` if the scalar ``condition`` is True, else ``other``, in new tensors.
 
+    Raises unless both have the same containers, shapes and dtypes.
+
     >>> where(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
     {'w': tensor([0., 0.])}
     """
@@ -132,7 +134,8 @@ def where(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
 def copy_(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     """Writes ``new`` over ``old``, in its buffers, if ``condition`` is True (None: always).
 
-    If autograd or a transform follows the values, it returns new tensors instead.
+    If autograd or a transform follows the values, it returns new tensors instead. Raises unless
+    both have the same containers, shapes and dtypes.
 
     >>> old = {"w": torch.zeros(2)}
     >>> copy_(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old

@@ -72,7 +72,7 @@ class Shard:
             self._check_inner(self.local)
 
     def _check_inner(self, inner: Shard) -> None:
-        """Raises if a ``Shard`` in this one is not of this rank's part."""
+        """Raises unless the inner ``Shard`` has the shape of this rank's part, without padding."""
         spec = self.spec
         part_shape = spec.local_shape
         is_padded = False
@@ -114,7 +114,7 @@ class ShardSpec(NamedTuple):
         return self._replace(outer=self.outer.within(outer))
 
     def wrap(self, local: Any) -> Shard:
-        """Makes the ``Shard`` of a local tensor, and those around it."""
+        """Wraps a local tensor in its ``Shard``, and in those around it; returns the outermost."""
         node = Shard(local, self.axis, self.shape, self.dim)
         if self.outer is None:
             return node
@@ -132,7 +132,10 @@ class ShardSpec(NamedTuple):
 
     @property
     def local_range(self) -> tuple[int, int]:
-        """Returns start and length of this rank's shard, where each rank runs its program."""
+        """Returns start and length of this rank's shard along ``dim``.
+
+        Raises TypeError if several ranks run one program: they are all in this process.
+        """
         if self.axis.size == 1:
             return 0, self.full_len
         if not self.axis.is_multi_program:
@@ -167,7 +170,10 @@ class ShardSpec(NamedTuple):
         return *self.shape[: self.dim], length, *self.shape[self.dim + 1 :]
 
     def matches(self, tensor: Tensor) -> bool:
-        """Tells shards from other state of an optimizer, such as a count, by their dimensions."""
+        """Tells shards from other state of an optimizer, such as a count, by their dimensions.
+
+        Raises if the dimensions are as many, but the shape is not that of this rank's shard.
+        """
         if tensor.ndim != len(self.shape):
             return False
         self.check("the piece of a Shard", tensor)
@@ -213,7 +219,7 @@ def is_shard(node: Any) -> bool:
 
 
 def zero_padding(leaf: Tensor, shard_spec: ShardSpec | None) -> Tensor:
-    """Sets the padding of a shard to zero, where ranks run one program; other leaves stay."""
+    """Returns a shard with padding of zeros where ranks run one program; other leaves stay."""
     if shard_spec is None or shard_spec.axis.is_multi_program:
         return leaf
     length = shard_spec.shard_len

@@ -45,7 +45,7 @@ def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Tree:
 
 
 def _rebuild(spec: TreeSpec, leaves: Iterator[Any], *, pruned: bool = False) -> Tree:
-    """Builds a tree node by node; ``pruned`` puts ``()`` for containers of nothing else."""
+    """Builds a tree node by node; ``pruned`` makes ``()`` of containers that hold only ``()``."""
     if spec.is_leaf():
         return next(leaves)
     children = []

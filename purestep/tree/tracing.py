@@ -39,7 +39,7 @@ def can_write(*trees: Tree) -> bool:
 
 
 def may_be_differentiated(leaves: Sequence[Any]) -> bool:
-    """Returns whether derivatives of these leaves may be taken: not by a ``vmap`` alone.
+    """Returns whether autograd or a transform other than ``vmap`` may differentiate leaves.
 
     While a compiler traces, any transform counts, a ``vmap`` too.
     """
