@@ -301,6 +301,12 @@ def test_nothing_to_train_and_data_with_a_graph_are_refused() -> None:
         ps.make_backward(model, loss_fn)([microbatch])
 
 
+def test_params_that_no_step_takes_are_refused() -> None:
+    model = nn.Linear(WIDTH, 1, dtype=torch.complex64)
+    with pytest.raises(TypeError, match=r"is torch\.complex64"):
+        ps.make_backward(model, loss_fn)(make_group([1]))
+
+
 def mean_loss(model: Any, microbatch: Any) -> Tensor:
     return functional.mse_loss(model(microbatch["x"]), microbatch["x"][:, 0])
 

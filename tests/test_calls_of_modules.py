@@ -191,10 +191,13 @@ def test_a_module_that_writes_to_its_tensors_is_refused(case: str) -> None:
 
 
 def module_that_writes_if_told() -> Any:
-    """Makes a module that writes to a buffer when an argument after ``x`` is true."""
+    """Makes a module that writes to a buffer when an argument after ``x`` is true.
+
+    With several, the last of them.
+    """
 
     def run(m: Any, x: Tensor, *flags: Any) -> Tensor:
-        if any(flags):
+        if flags and flags[-1]:
             m.buffer.add_(1)
         return m.a(x)
 
@@ -220,6 +223,14 @@ def test_calls_with_other_arguments_are_checked_again(flags: Any) -> None:
     with pytest.raises(ValueError, match="the module writes to buffer: "):
         apply(params, draw_inputs(), writes)
     assert module.buffer.eq(1).all()
+
+
+def test_a_flag_in_another_place_is_checked_again() -> None:
+    params, apply = ps.from_module(module_that_writes_if_told())
+    with torch.no_grad():
+        apply(params, draw_inputs(), True, None)
+    with pytest.raises(ValueError, match="the module writes to buffer: "):
+        apply(params, draw_inputs(), None, True)
 
 
 def test_calls_that_autograd_records_are_checked_again() -> None:

@@ -204,6 +204,21 @@ def test_what_torch_compiles_is_compiled_in_a_whole_step(loss: Any) -> None:
     )
 
 
+def test_a_backend_that_fails_is_not_asked_again() -> None:
+    """Only inductor is, without ``cpp_wrapper``."""
+    num_calls = 0
+
+    def fail(graph: Any, inputs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        raise ArithmeticError("no graph")
+
+    compiled = ps.compile(make_step(SGD), fullgraph=True, backend=fail)
+    with pytest.raises(Exception, match="no graph"):
+        run_steps(compiled, SGD, GROUPS[:1])
+    assert num_calls == 1
+
+
 def test_no_body_of_a_loop_runs_a_step() -> None:
     """There autograd would silently give zeros: the compiler takes its operations below it."""
     step = make_step(ADAM)

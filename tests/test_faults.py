@@ -588,6 +588,33 @@ def test_an_error_that_cannot_be_pickled_arrives_as_text() -> None:
     assert re.search(pattern, str(error), re.DOTALL)
 
 
+class TwoWordsError(RuntimeError):
+    """Can be pickled, but not loaded: its ``args`` are not those of ``__init__``."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def raise_two_words(rank: int) -> None:
+    raise TwoWordsError("bad", "luck")
+
+
+def test_an_error_that_cannot_be_loaded_arrives_as_text() -> None:
+    with World(1, timeout=30) as world:
+        (error,) = world.run(raise_two_words)
+
+    assert type(error) is RuntimeError
+    assert "bad luck" in str(error)
+
+
+def test_arguments_that_cannot_be_pickled_reach_no_rank() -> None:
+    """The next run would take its answers for those of this one."""
+    with World(2, timeout=30) as world:
+        with pytest.raises(Exception, match="pickle"):
+            world.run(max, [1, lambda: None])
+        assert world.run(max, [3, 4]) == [3, 4]
+
+
 def make_impatient_axis() -> ps.MeshAxis:
     """Makes an axis over all ranks, whose process group waits for two seconds."""
     group = dist.new_group(timeout=timedelta(seconds=2))
@@ -811,6 +838,30 @@ def test_a_fault_that_is_read_later(what: str) -> None:
     for rank, text in enumerate(run_and_read_later(fault.change)):
         expected = fault.on_faulty if rank == FAILING_RANK else fault.on_others
         assert expected in text
+
+
+class MeetsOnHost(ReadsLater):
+    """Ranks that exchange numbers on the host, as with "cpu:gloo,cuda:nccl"."""
+
+    @property
+    def has_host_backend(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("gather", ["microbatch", "loss"])
+def test_a_rank_that_fails_early_meets_the_others_on_the_host(gather: str) -> None:
+    """They wait there to compare their numbers of microbatches."""
+    axis = MeetsOnHost(4, bucket_bytes=8)
+
+    def program(rank: int) -> None:
+        arguments: Arguments = make_arguments(rank) | {"gather": gather}
+        if rank == FAILING_RANK:
+            arguments |= fail_in("weight_fn", 0)(arguments)
+        error = catch(lambda: run_step(axis, arguments))
+        expected = "θ ≠ θ" if rank == FAILING_RANK else "rank 2 of ThreadAxis"
+        assert expected in str(error), error
+
+    axis.map(program)(range(4))
 
 
 # Fingerprints, by which ranks compare trees

@@ -463,6 +463,15 @@ def draw_with_a_generator(x: Tensor) -> Tensor:
     return x + torch.rand([], generator=generator)
 
 
+def draw_into_a_tensor(x: Tensor) -> Tensor:
+    return x * torch.rand(3, 1, 1, out=torch.empty(3, 1, 1))
+
+
+def draw_bernoulli_with_a_generator(x: Tensor) -> Tensor:
+    drawn = torch.empty(3, 1, 1)
+    return x * drawn.bernoulli_(0.5, generator=torch.Generator())
+
+
 def draw_bernoulli(x: Tensor) -> Tensor:
     drawn = torch.empty_like(x)
     return x * drawn.bernoulli_()
@@ -476,7 +485,9 @@ def draw_multinomial(x: Tensor) -> Tensor:
 WITHOUT_KEYS: list[tuple[str, Any]] = [
     ("rand", lambda x: x + torch.rand(3, 4, 6)),
     ("rand", draw_with_a_generator),
+    ("rand", draw_into_a_tensor),
     ("bernoulli_", draw_bernoulli),
+    ("bernoulli_", draw_bernoulli_with_a_generator),
     ("normal_", lambda x: x + nn.init.normal_(torch.empty(6))),
     ("multinomial", draw_multinomial),
     ("rrelu_with_noise", nn.RReLU()),

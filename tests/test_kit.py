@@ -30,6 +30,7 @@ from purestep.testing import (
     ReferenceTrainer,
     __main__ as command_line,
 )
+from purestep.testing.adapters import OneRank, PureTrainer
 from purestep.testing.draws import Draw, counterexample
 from purestep.testing.writing import KINDS, microbatches
 from support.plain_loop import PlainLoop
@@ -283,6 +284,43 @@ def test_an_object_that_is_no_trainer(wrong: Any) -> None:
 def test_unknown_laws(ask: Any) -> None:
     with pytest.raises(ValueError, match="no law 'T8': they are T0, T1"):
         ask(PlainLoop(), ["T8"])
+
+
+def test_an_unknown_law_is_refused_before_others_are_judged() -> None:
+    class Unused(PlainLoop):
+        def start(self, *args: Any) -> None:
+            raise AssertionError("judged")
+
+    with pytest.raises(ValueError, match="no law 'T8'"):
+        ps.testing.run_laws(Unused(), ["T1", "T8"])
+
+
+def test_one_rank_is_not_asked_for_two() -> None:
+    program: Any = None
+    with pytest.raises(ValueError, match=r"capabilities.ranks=2: take Processes"):
+        OneRank(program, Capabilities(ranks=2))
+
+
+def test_a_saved_state_can_be_loaded_twice() -> None:
+    """Also if the step writes over the state that it is given."""
+
+    def make(problem: Any, axis: Any) -> Any:
+        def step(params: Any, opt_state: Any, microbatches: Any) -> Any:
+            for leaf in params.values():
+                leaf += 1
+            return params, opt_state, None
+
+        return {"w": torch.zeros(2)}, (), step
+
+    problem: Any = None
+    trainer = PureTrainer(make, Capabilities())
+    trainer.start(problem, 1)
+    saved = trainer.save()
+    for _ in range(2):
+        trainer.load(saved)
+        trainer.update([[]])
+        (seen,) = trainer.observe()
+        assert seen.params["w"].tolist() == [1, 1]
 
 
 def test_laws_beyond_the_abilities_are_not_asked() -> None:

@@ -192,9 +192,26 @@ def hook_with_closure() -> tuple[Hook, Features]:
     return fill, features
 
 
+def hook_with_keyword() -> tuple[Hook, Features]:
+    features: Features = {}
+
+    def fill(
+        layer: nn.Module, args: Any, output: Tensor, *, into: Features = features
+    ) -> None:
+        into[layer] = output
+
+    return fill, features
+
+
 @pytest.mark.parametrize(
     "make_hook",
-    [hook_with_closure, hook_with_method, hook_of_object, hook_with_global],
+    [
+        hook_with_closure,
+        hook_with_method,
+        hook_with_keyword,
+        hook_of_object,
+        hook_with_global,
+    ],
 )
 @pytest.mark.parametrize("looked_before", [True, False])
 def test_a_hook_fills_a_dict_by_layer(make_hook: Any, looked_before: bool) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import purestep as ps
 from purestep import tree
+from purestep.optim.arithmetic import FOREACH
+from purestep.optim.elementwise import compute_updates_
 from purestep.step import apply_update
 from support.purity import storages_in
 from support.random_updates import random_grads, random_params
@@ -458,6 +460,25 @@ BAD_ARGUMENTS: list[Refusal] = [
         "2 schedules have 1 boundaries between them, but 2 were given",
     ),
 ]
+
+
+def test_a_peak_of_zero_is_a_rate_of_zero() -> None:
+    schedule = ps.optim.warmup_cosine_decay_schedule(0.0, 0.0, 2, 4)
+    assert schedule(torch.arange(5)).tolist() == [0.0] * 5
+
+
+def test_a_state_in_half_precision_stays_if_nothing_is_applied() -> None:
+    """By foreach kernels, too, which write in place."""
+    trace = torch.ones(2, dtype=torch.bfloat16)
+    columns = [[torch.ones(2)], [torch.ones(2)], [trace]]
+
+    def halve(grads: Any, params: Any, trace: Any) -> Any:
+        return grads, FOREACH.mul_(trace, 0.5)
+
+    compute_updates_(halve, columns, torch.tensor(False))
+    assert trace.tolist() == [1, 1]
+    compute_updates_(halve, columns, torch.tensor(True))
+    assert trace.tolist() == [0.5, 0.5]
 
 
 def test_no_schedule_sees_a_step_outside_of_its_interval() -> None:

@@ -378,6 +378,11 @@ COMBINE: dict[str, Any] = {
 }
 
 
+def test_an_example_that_is_too_long_is_not_cut() -> None:
+    with pytest.raises(ValueError, match=r"example\['x'\] of length 3.*length=2"):
+        data.stack_examples([{"x": torch.ones(2)}, {"x": torch.ones(3)}], 2, 0)
+
+
 @pytest.mark.parametrize("position", [0, 2, 4])
 @pytest.mark.parametrize("name", COMBINE)
 @pytest.mark.parametrize("difference", ODD)

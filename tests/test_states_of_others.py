@@ -196,6 +196,14 @@ def test_gradients_of_other_params_are_refused(name: str) -> None:
         ADAM_OF_TORCH.update(missing, ADAM_OF_TORCH.init(PARAMS), PARAMS)
 
 
+def test_a_dtype_that_no_optimizer_takes_is_named() -> None:
+    optimizer = RECIPES["momentum"](0.1)
+    params = {"w": torch.ones(2, dtype=torch.complex64)}
+    state = optimizer.init(params)
+    with pytest.raises(ValueError, match=r"not all of \['torch.complex64'"):
+        optimizer.update(params, state, params)
+
+
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_a_tuple_of_the_same_fields_is_refused(name: str) -> None:
     """It is no state: where a field is added, say, old files must not fit by chance."""

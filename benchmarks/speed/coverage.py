@@ -331,7 +331,7 @@ def make_loop(
         num_tokens = sum(weigh(batch).sum() for batch in group)
         optimizer.zero_grad()
         for batch in group:
-            ((compute(batch) * weigh(batch)).sum() / num_tokens).backward()  # type: ignore[no-untyped-call]
+            ((compute(batch) * weigh(batch)).sum() / num_tokens).backward()
         optimizer.step()
 
     return update

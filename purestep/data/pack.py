@@ -189,7 +189,7 @@ def stack_examples(
     """Stacks examples as the rows of one tree, and pads them to ``length``.
 
     Leaves without dimensions, and those that ``per_example`` names, are not padded. An example that
-    is longer than ``length`` is cut off there. There must be at least one example.
+    is longer than ``length`` raises ``ValueError``. There must be at least one example.
 
     >>> stack_examples([torch.tensor([1, 2]), torch.tensor([3])], length=3, pad=0)
     tensor([[1, 2, 0],
@@ -219,6 +219,10 @@ def stack_padded(tensors: Sequence[Tensor], length: int, pad: Pad, path: str) ->
     trailing = [0, 0] * (first.ndim - 1)
     rows = []
     for tensor in tensors:
+        if len(tensor) > length:
+            raise ValueError(
+                f"{path} of length {len(tensor)} is longer than {length=}: cut it, or raise length"
+            )
         padding = [*trailing, 0, length - len(tensor)]
         rows.append(functional.pad(tensor, padding, value=value))
     return torch.stack(rows)

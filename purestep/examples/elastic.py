@@ -59,12 +59,13 @@ def exit_now(code: int, message: str = "") -> NoReturn:
 
 
 def run_or_exit_together(function: Callable[[], Result]) -> Result:
-    """Calls a function that succeeds or fails on all ranks alike, and returns its result.
+    """Calls a function that succeeds or fails on all ranks together, and returns its result.
 
-    After an ``OSError`` or ``ValueError``, all ranks end with exit code 1. Other errors are raised.
+    After an ``OSError``, ``ValueError`` or ``RankError``, all ranks end with exit code 1. Other
+    errors are raised.
     """
     try:
         return function()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ps.RankError) as error:
         _leave_together()
         exit_now(1, str(error))

@@ -146,7 +146,7 @@ def plot_together(axes: Any, result: Comparison) -> None:
         picture.plot_line(axes, rates, losses, picture.BLUE, alpha=alpha)
         picture.annotate(
             axes,
-            f"after {step} updates",
+            f"in update {step}",
             (rates[middle], losses[middle]),
             picture.BLUE,
             shift,

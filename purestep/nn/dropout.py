@@ -216,6 +216,8 @@ class KeyedDropout(TorchFunctionMode):
 
         transformers drops the paths of an example by ``torch.rand((rows, 1, 1)) + keep_prob``.
         """
+        if kwargs.get("out") is not None or kwargs.get("generator") is not None:
+            raise _unkeyed_error("rand")
         size = args or kwargs.get("size", ())
         if args and not isinstance(args[0], int):  # torch.rand((2, 1)), not rand(2, 1).
             size = args[0]
@@ -231,7 +233,8 @@ class KeyedDropout(TorchFunctionMode):
         timm drops the paths of an example by ``x.new_empty((rows, 1, 1)).bernoulli_(keep_prob)``,
         and torchvision does in ``StochasticDepth``.
         """
-        if not isinstance(p, float | int):  # A tensor of probabilities.
+        is_tensor = not isinstance(p, float | int)  # A tensor of probabilities.
+        if is_tensor or kwargs.get("generator") is not None:
             raise _unkeyed_error("bernoulli_")
         shape = self._shape_of_one_number("bernoulli_", x.shape)
         keys: Any = self._next_keys()

@@ -413,11 +413,8 @@ class Apply:
         A call of another kind may take another branch of the module: under ``no_grad``, with other
         names of arguments, with other flags and texts such as ``reduction="mean"``.
         """
-        flags = [
-            value
-            for value in (*args, *kwargs.values())
-            if isinstance(value, bool | str)
-        ]
+        arguments = [*enumerate(args), *kwargs.items()]
+        flags = [item for item in arguments if isinstance(item[1], bool | str)]
         signature = (
             torch.is_grad_enabled(),
             type(key),

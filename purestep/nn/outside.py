@@ -77,6 +77,7 @@ def _find_references_of_function(function: FunctionType) -> list[Any]:
     """Finds the cells of a function's closure, its defaults, and the globals that it names."""
     references: list[Any] = [*(function.__closure__ or ())]
     references += function.__defaults__ or ()
+    references += (function.__kwdefaults__ or {}).values()
     namespace = function.__globals__
     for name in function.__code__.co_names:
         if name in namespace:

@@ -119,11 +119,7 @@ class LeafArithmetic:
 
 
 class ForeachArithmetic:
-    """Computes as ``LeafArithmetic`` does, by foreach kernels on columns of one dtype and device.
-
-    A formula must not write to a column in half precision, since ``clone_wide`` clones none. It
-    casts the column first, or adds a wider column, which makes a new one.
-    """
+    """Computes as ``LeafArithmetic``, by foreach kernels on columns of one dtype and device."""
 
     def cast(self, x: Column, like: Column) -> Column:
         """Returns x in the dtype of ``like``; x itself if it has that."""

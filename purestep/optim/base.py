@@ -270,6 +270,12 @@ def raise_mismatch(
     if mismatch is None:
         difference = tree.describe_mismatch(grads, params, "grads")
         mismatch = f"grads are not like params: {difference}"
+        if difference is None:
+            dtypes = {f"{leaf.dtype}" for leaf in tree.leaves((grads, params))}
+            mismatch = (
+                f"this optimizer takes real floating-point tensors, not all of {sorted(dtypes)}: "
+                "write complex params as two real ones, by torch.view_as_real"
+            )
     raise ValueError(mismatch)
 
 

@@ -296,7 +296,7 @@ def write_group(
 def update_params_(formula: Formula, columns: Columns, applied: Tensor | None) -> None:
     """Writes an Optimizer's formula over params and slots, where ``applied`` holds."""
     for grads, *old in split_by_size(columns):
-        writable = old if applied is None else clone_wide(old)
+        writable = old if applied is None else clone_columns(old)
         copy_where(old, formula(grads, *writable), applied)
 
 
@@ -306,7 +306,7 @@ def compute_updates_(
     """Writes a Transform's formula over slots, where ``applied`` holds; returns the updates."""
     updates: list[Tensor] = []
     for grads, params, *slots in split_by_size(columns):
-        writable = slots if applied is None else clone_wide(slots)
+        writable = slots if applied is None else clone_columns(slots)
         new_updates, *new_slots = formula(grads, params, *writable)
         copy_where(slots, new_slots, applied)
         updates += new_updates
@@ -405,18 +405,11 @@ def clone_expanded(grads: list[Tensor]) -> list[Tensor]:
     return [grad.clone() if 0 in grad.stride() else grad for grad in grads]
 
 
-def clone_wide(columns: Columns) -> list[list[Tensor]]:
-    """Clones float32 and float64 columns, to which a formula may write; keeps others."""
-    wide = [column for column in columns if column[0].dtype in WIDE_DTYPES]
+def clone_columns(columns: Columns) -> list[list[Tensor]]:
+    """Clones columns, to which a formula may write."""
     # One call for all columns: on a device each call is a launch.
-    clones = iter(foreach.clone(join_columns(wide)))
-    writable = []
-    for column in columns:
-        if column[0].dtype in WIDE_DTYPES:
-            writable.append([next(clones) for _ in column])
-        else:
-            writable.append(column)
-    return writable
+    clones = iter(foreach.clone(join_columns(columns)))
+    return [[next(clones) for _ in column] for column in columns]
 
 
 def join_columns(columns: Columns) -> list[Tensor]:

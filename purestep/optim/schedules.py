@@ -110,9 +110,8 @@ def warmup_cosine_decay_schedule(
             "must be positive"
         )
     warmup = linear_schedule(init_value, peak_value, warmup_steps)
-    decay = cosine_decay_schedule(
-        peak_value, decay_steps - warmup_steps, end_value / peak_value
-    )
+    alpha = end_value / peak_value if peak_value else 0.0
+    decay = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha)
     return join_schedules([warmup, decay], [warmup_steps])
 
 

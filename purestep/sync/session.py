@@ -552,7 +552,7 @@ class MultiProgramSession:
         if axis.on_host:
             text = format_exception_only(error)[0].strip()  # without its notes
             return [answer or "" for answer in axis.gather_object(text)]
-        if awaits_counts and self._gather == "microbatch" and axis.has_host_backend:
+        if awaits_counts and self._gather != "step" and axis.has_host_backend:
             # The others are at ``max_microbatches`` next.
             axis.process_group.run("all_gather", torch.tensor([0, FAILED]))
         return []

@@ -96,8 +96,8 @@ class PureTrainer:
         return copy.deepcopy(self._states)
 
     def load(self, saved: Any) -> None:
-        """Puts a saved state back, not a copy: a step with ``donate=True`` overwrites it."""
-        self._states = saved
+        """Puts a copy of a saved state back, so that it can be loaded again."""
+        self._states = copy.deepcopy(saved)
 
 
 class RankProgram(Protocol):
@@ -179,6 +179,10 @@ class OneRank:
     """Runs a rank program in this process as the only rank: ``capabilities.ranks`` must be 1."""
 
     def __init__(self, program: RankProgram, capabilities: Capabilities) -> None:
+        if capabilities.ranks != 1:
+            raise ValueError(
+                f"OneRank runs a single rank, but {capabilities.ranks=}: take Processes"
+            )
         self.program = program
         self.capabilities = capabilities
 

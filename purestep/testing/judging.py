@@ -95,7 +95,8 @@ def run_laws(
     if seed == "today":
         seed = date.today().toordinal()
     budget = _Budget(cases, shrink, seed)
-    return [_judge_law(trainer, _find_law(name), budget) for name in laws]
+    judged = [_find_law(name) for name in laws]
+    return [_judge_law(trainer, law, budget) for law in judged]
 
 
 def check(

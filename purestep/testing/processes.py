@@ -88,11 +88,13 @@ class World:
         rank_args: list[Any] = [()] * self.size
         if args:
             rank_args = list(zip(*args, strict=True))
+        # Before any rank computes: arguments of a later rank may fail.
+        calls = [pickle.dumps((function, call_args)) for call_args in rank_args]
         if not all(process.is_alive() for process in self._processes):
             self.stop()
             self.start()
-        for connection, call_args in zip(self._connections, rank_args, strict=True):
-            connection.send_bytes(pickle.dumps((function, call_args)))
+        for connection, call in zip(self._connections, calls, strict=True):
+            connection.send_bytes(call)
         deadline = time.monotonic() + self.timeout
         results: list[Any] = []
         for rank, connection in enumerate(self._connections):
@@ -179,8 +181,11 @@ def _filter_warnings(strict: bool) -> None:
 
 def _pickle_error(error: Exception) -> bytes:
     try:
-        return pickle.dumps(error)
-    except (TypeError, AttributeError, pickle.PicklingError):
-        # Errors of torch 2.11's compiler hold what it traced: "cannot pickle 'cell' object".
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+        return pickled
+    except Exception:
+        # Errors of torch 2.11's compiler hold what it traced: "cannot pickle 'cell' object". Errors
+        # whose __init__ takes several arguments can be pickled, but not loaded.
         text = "\n".join([str(error), *error.__notes__])
         return pickle.dumps(RuntimeError(text))
