@@ -150,7 +150,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_can_set_grads(model: object) -> None:
-    """Raises if gradients of a module's own parameters are not to be set, and says what to do."""
+    """Raises ``TypeError`` unless ``model`` is a module, in all parts without DDP and FSDP."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}: for a tree of params "
@@ -180,7 +180,7 @@ def _check_parameters(
     opt_state: OptState,
     microbatches: Sequence[Microbatch],
 ) -> None:
-    """Raises if there is nothing to train, or nothing that a step can differentiate."""
+    """Raises if there are no params to train, or if a step cannot differentiate one of them."""
     if not params:
         raise ValueError(
             "no parameter of the model requires grad: call requires_grad_() on those to train"
@@ -203,5 +203,5 @@ def _refuse_graph(
 def _keep_grads(
     sums: GradSums, total: TokenCounts, params: Params, opt_state: OptState
 ) -> tuple[Params, Any, StepMetrics]:
-    """Returns the gradients in the place of the optimizer's state."""
+    """Returns params as they are, gradients in the place of ``opt_state``, and metrics."""
     return params, sums.grads, measure_step(sums, total)

@@ -36,9 +36,10 @@ class PreweightedMicrobatches(Sequence[Microbatch]):
 
 
 class WeightedMicrobatches(NamedTuple):
-    """Microbatches with the weights of their tokens, which are computed once.
+    """Holds microbatches, with the weights and counts that are computed before the loss runs.
 
-    Weights that a microbatch's loss returns, or that are computed with it, are None.
+    Weights that the loss returns, or that are computed as each microbatch runs, are None here.
+    ``counts`` is None where the weights are not summed yet.
     """
 
     microbatches: Sequence[Microbatch]
@@ -78,7 +79,7 @@ def label_weights(microbatch: Microbatch) -> Tensor:
 def with_weights(
     microbatches: Sequence[Microbatch], weight_fn: WeightFn | None
 ) -> WeightedMicrobatches:
-    """Computes the weights of a group and their counts, unless the loss returns the weights.
+    """Computes the weights of a group and their counts; both are None if ``weight_fn`` is None.
 
     >>> with_weights([{"labels": torch.tensor([5, -100])}], label_weights).weights
     [tensor([ True, False])]
@@ -126,10 +127,11 @@ def count_tokens(
     microbatches: WeightedMicrobatches | Sequence[Microbatch],
     weight_fn: WeightFn = label_weights,
 ) -> TokenCounts:
-    """Counts the tokens and the microbatches of a group on this rank.
+    """Counts the tokens of a group on this rank, and the microbatches that have tokens.
 
     ``psum`` the counts for those of all ranks. N = Σ wᵢ is exact for bool and int weights, in
-    int64. Float weights are summed in float64.
+    int64. Float weights are summed in float64. ``WeightedMicrobatches`` keep the counts that they
+    have; without any, the counts are zeros.
 
     >>> group = [{"labels": torch.tensor([5, 7, -100])}, {"labels": torch.tensor([-100])}]
     >>> count_tokens(group)
@@ -150,7 +152,7 @@ def compute_weights(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
 
 
 def sum_weights(weights: Sequence[Tensor]) -> TokenCounts:
-    """Sums weights to both denominators, the number of tokens and that of microbatches.
+    """Sums weights to the number of tokens, and counts the microbatches that have any.
 
     >>> sum_weights([torch.tensor([0.5, 0.25]), torch.tensor([0.0])])
     TokenCounts(num_tokens=tensor(0.7500, dtype=torch.float64), num_microbatches=tensor(1))
@@ -206,7 +208,9 @@ def check_total(total: float) -> None:
 
 
 def has_tokens(counts: TokenCounts) -> bool:
-    """Returns whether there are any; True if a transform or a compiler hides the number.
+    """Returns whether a group has tokens; True if a transform or a compiler hides their number.
+
+    Elsewhere it reads the number, and waits for a device.
 
     >>> has_tokens(TokenCounts(torch.tensor(0), torch.tensor(0)))
     False
@@ -220,10 +224,10 @@ def has_tokens(counts: TokenCounts) -> bool:
 
 
 def validate_weights(weights: Tensor) -> Tensor:
-    """Checks weights, and detaches them.
+    """Checks weights, and returns them detached; unsigned ones beyond 8 bits become int64.
 
-    Negative and non-finite values raise an error on the host; on an accelerator, under
-    ``torch.compile`` and under a dispatch mode they go unchecked.
+    Raises on the host for negative and non-finite values, and if integers sum to more than 2⁵³.
+    On an accelerator, under ``torch.compile`` and in fake tensors, values go unchecked.
 
     >>> validate_weights(torch.tensor([2**53, 0])).sum() == 2**53
     tensor(True)

@@ -122,7 +122,11 @@ def _forward_group(
     like: Tensor,
     is_recorded: bool,
 ) -> GradSums:
-    """Sums losses, counts and aux of a group; the sum of no losses is a zero like ``like``."""
+    """Sums losses, counts and aux of a group, without gradients.
+
+    The losses are divided by the counts ``total``, or are plain sums if it is None. The sum of no
+    losses is a scalar zero on the device of ``like``.
+    """
     divisors = None if total is None else denominators(total)
     losses: list[Tensor] = []
     used_weights: list[Tensor] = []
@@ -149,5 +153,5 @@ def _forward_group(
 
 
 def _detach_unless_transformed(values: T) -> T:
-    """Detaches a tree, but under transforms: there its derivative would be 0 without a word."""
+    """Detaches a tree; under a transform returns it as it is, so that it keeps its derivative."""
     return cast("T", tree.detach(values)) if tree.can_write() else values

@@ -58,7 +58,7 @@ def annotate_swapped_arguments(
 
 
 def check_shifted(microbatches: Sequence[Microbatch]) -> None:
-    """Warns if labels are the tokens themselves, as models expect that shift them inside.
+    """Warns if the first microbatch has labels equal to its tokens, as for a loss that shifts them.
 
     >>> import pytest
     >>> tokens = torch.tensor([[5, 7, 9]])
@@ -89,7 +89,7 @@ def check_shifted(microbatches: Sequence[Microbatch]) -> None:
 
 
 def _read_integers(tensor: Any) -> Tensor | None:
-    """Returns the values of a tensor of whole numbers, where the host can read them."""
+    """Returns the values of an integer or bool tensor that the host can read; else None."""
     if not isinstance(tensor, Tensor):
         return None
     if tensor.is_floating_point() or tensor.is_nested:

@@ -426,7 +426,9 @@ def _make_key(key: Tensor, number: int | Tensor, purpose: int) -> Tensor:
 
 
 def below_probability(p: float) -> Callable[[Tensor], Tensor]:
-    """Returns the predicate of words that are among the lowest, which has probability p.
+    """Makes a predicate of words that is True with probability p, for the lowest words.
+
+    Raises unless p is from 0 to 1.
 
     >>> below_probability(0.5)(torch.tensor([2**31 - 1, 2**31]))
     tensor([ True, False])

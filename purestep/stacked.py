@@ -46,7 +46,7 @@ class Stacked(Sequence[Microbatch]):
         return len(tree.leaves(self.batch)[0])
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns one microbatch; of a slice, the group of these."""
+        """Returns one microbatch, made of views; for a slice, a ``Stacked`` of those it selects."""
         selected = tree.map(lambda leaf: leaf[index], self.batch)
         return Stacked(selected) if isinstance(index, slice) else selected
 
@@ -57,8 +57,8 @@ class Stacked(Sequence[Microbatch]):
     def let_length_vary(self) -> None:
         """Tells the compiler that one graph is to serve any number of microbatches of this shape.
 
-        It would make one for the first number, and another one for all others. And it would let
-        shapes vary, at which dropout fails in the body of a loop.
+        By default the compiler makes one graph for the first number, and another one for all
+        others. It also lets shapes vary, at which dropout fails in the body of a loop.
         """
         for leaf in tree.leaves(self.batch):
             let_length_vary(leaf)

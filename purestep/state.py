@@ -92,9 +92,10 @@ def named_leaves(tree: Tree) -> NamedLeaves:
 
 
 def _make_named_leaf(name: str, leaf: Any, shard_spec: ShardSpec | None) -> NamedLeaf:
-    """Detaches a plain tensor, and wraps it in ``Shard`` again if it is one.
+    """Detaches a plain tensor, and wraps it in ``Shard`` again if it is this rank's part of one.
 
-    Raises for anything but a plain tensor.
+    A tensor is no part if ``shard_spec`` is None or has other dimensions. Raises for anything but
+    a plain tensor, and for a part of a wrong shape.
     """
     tensor = _detach_plain(name, leaf)
     # An optimizer's step count, in the state of a sharded parameter, is not sharded.

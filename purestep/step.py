@@ -243,7 +243,7 @@ def make_step(
 
 
 def check_settings(settings: StepSettings, **choices: str) -> dict[str, str]:
-    """Raises where a setting cannot be; returns what all ranks must agree on.
+    """Raises if settings are invalid or contradict; returns what all ranks must agree on.
 
     ``choices`` are further settings of a step, such as ``on_nonfinite``.
     """
@@ -262,7 +262,9 @@ def check_settings(settings: StepSettings, **choices: str) -> dict[str, str]:
 
 
 def normalize_sums(sums: GradSums) -> GradSums:
-    """Divides plain sums of gradients and losses by N, once: gradients in their buffers.
+    """Divides plain sums of gradients and losses by N; in plain eager mode, gradients in place.
+
+    Raises if the host reads an N that the loss's dtype cannot hold.
 
     >>> from purestep.types import TokenCounts
     >>> counts = TokenCounts(torch.tensor(4), torch.tensor(1))
@@ -287,7 +289,7 @@ def normalize_sums(sums: GradSums) -> GradSums:
 
 
 def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
-    """Returns whether a rank has not checked params with these containers yet.
+    """Returns whether a rank has yet to check params with these containers; False in a trace.
 
     >>> seen_specs = {place_of(0, ()): deque([tree.flatten([1, 2])[1]])}
     >>> [needs_checks(seen_specs, 0, params) for params in ([3], [4, 5])]
@@ -334,7 +336,7 @@ def finish_step(
     params: ParamsT,
     opt_state: StateT,
 ) -> tuple[ParamsT, StateT, StepMetrics]:
-    """Measures the gradients of all ranks, and applies them if there is any token."""
+    """Measures the gradients of all ranks; updates params and state if ``metrics.applied``."""
     metrics = measure_step(sums, total, skips_nonfinite=skips_nonfinite)
     with profiler_range("purestep.optimizer"):
         new_params, new_opt_state = apply_update(

@@ -122,11 +122,11 @@ _saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 
 
 def checkpoint_frame() -> Any | None:
-    """Returns torch's ``_CheckpointFrame`` of the checkpoint that is innermost, or None.
+    """Returns torch's ``_CheckpointFrame`` of the innermost checkpoint in its first run, or None.
 
-    None stands for other hooks inside of it, too. The frame has ``recompute_fn``, which the
-    backward pass calls. A checkpoint puts hooks on what is saved for the backward pass, and their
-    closure has the frame.
+    It is None, too, if other hooks on saved tensors lie inside that checkpoint. The frame has
+    ``recompute_fn``, which the backward pass calls. A checkpoint puts hooks on what is saved for
+    the backward pass, and their closure has the frame.
     """
     hooks = _saved_tensors_hooks(False)
     if not hooks:
@@ -170,6 +170,8 @@ def run_checkpoint(fn: Callable[..., Any], *tensors: Tensor) -> Any:
 
 def in_checkpoint() -> bool:
     """Returns whether a checkpoint computes, for the first time or again.
+
+    Returns False if other hooks on saved tensors lie inside that checkpoint.
 
     >>> in_checkpoint()
     False
@@ -238,7 +240,7 @@ def foreach(name: str) -> Callable[..., Any]:
 
 
 def multiply_by_one(column: Sequence[Tensor]) -> list[Tensor]:
-    """Clones the tensors of a list, to the bit."""
+    """Clones tensors of one dtype, to the bit: by a product with 1, or one by one if bool."""
     if column[0].dtype == torch.bool:
         return [leaf.clone() for leaf in column]
     multiply = foreach("mul")
@@ -266,7 +268,7 @@ _gather_out: Callable[..., Tensor] = _private(_GATHER_OUT)
 
 
 def all_gather(flat: Tensor, size: int, group: str) -> Tensor:
-    """Gathers a vector of each rank into newly allocated memory.
+    """Starts to gather a vector of each rank into new memory; ``wait`` waits for the result.
 
     Without ``out=``, gloo runs ALLGATHER_COALESCED. That name has over 15 characters, so gloo's two
     workers write it to memory of the heap, without a lock (docs/gloo.md).
@@ -307,9 +309,9 @@ def count_collectives(group: Any, device: torch.device) -> int | None:
 
 
 def skip_compilation(function: Callable[..., Any]) -> None:
-    """Lets Python run a function, and all that it calls, unless a graph of its caller contains it.
+    """Keeps the compiler from a function and all that it calls, unless it traces a caller of them.
 
-    A torch without the name compiles them there.
+    It does nothing if torch lacks the private names for it.
     """
     try:
         from torch._C._dynamo import eval_frame
@@ -350,7 +352,8 @@ def graph_pass(rewrite: Callable[[Any], None], file: str, extra: str = "") -> An
 def original_function(function: Any) -> Any | None:
     """Returns the function that ``torch.compile`` compiled to this one; None if it did not.
 
-    ``module.compile()`` keeps such a function, of a method that is bound to the module.
+    ``module.compile()`` stores such a compiled function, whose original is a method bound to the
+    module.
     """
     if not isinstance(function, FunctionType):
         return None
@@ -504,9 +507,9 @@ def has_backward_hooks(modules_or_tensors: Iterable[Any]) -> bool:
 
 
 def has_additive_masks(module: Any) -> bool:
-    """Returns whether the attention of a Hugging Face model adds masks to its scores.
+    """Returns whether a Hugging Face model runs "eager" attention, which adds masks to its scores.
 
-    Where transformers no longer says so, masks of bools are not refused.
+    Returns False where the config no longer names the implementation.
     """
     config = getattr(module, "config", None)
     implementation = getattr(config, "_attn_implementation", None)

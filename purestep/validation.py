@@ -77,7 +77,7 @@ def check_inputs(
     axis: Axis,
     donate: bool,
 ) -> None:
-    """Checks the inputs of an update, at the first one with params of this structure."""
+    """Raises if a step cannot take these params, or if donated leaves share memory."""
     check_params(params, axis)
     if donate and tree.is_plain_eager(params, opt_state):
         data = microbatches if isinstance(microbatches, list | tuple) else ()
@@ -85,7 +85,10 @@ def check_inputs(
 
 
 def check_params(params: Params, axis: Axis) -> None:
-    """Raises if params cannot be differentiated, or are sharded over part of the axis's ranks."""
+    """Raises unless params are dense floating point tensors on one device.
+
+    Also raises for shards of a wrong shape, or over an axis that does not fit the step's ``axis``.
+    """
     leaves = tree.leaves(params)
     if isinstance(params, torch.nn.Module):
         raise TypeError(
@@ -191,7 +194,11 @@ def _raise_not_a_param(path: str, leaf: Any) -> NoReturn:
 
 
 def _check_shards(params: Params, leaves: Sequence[Tensor], axis: Axis) -> None:
-    """Raises if a shard has a wrong shape, or its axis shares some ranks with that of the step."""
+    """Raises if a shard has a wrong shape, or lies over an axis that the step cannot take.
+
+    A shard's axis must be a subaxis of the step's, or share no ranks with it. A ``Shard`` around
+    another one must share none.
+    """
     _, spec = tree.flatten(params)
     shard_specs = tree.shard_specs(spec)
     if not shard_specs:
@@ -222,7 +229,7 @@ def _check_shards(params: Params, leaves: Sequence[Tensor], axis: Axis) -> None:
 def check_no_aliasing(
     params: Params, opt_state: OptState, microbatches: Sequence[Microbatch] = ()
 ) -> None:
-    """Raises if donated leaves share a storage with each other, or with a microbatch."""
+    """Raises if donated leaves overlap themselves, or share memory with others or a microbatch."""
     owners: dict[torch.UntypedStorage, str] = {}
     for name, leaf in _tensors_by_path((params, opt_state), "(params, opt_state)"):
         if leaf.numel() * leaf.element_size() > leaf.untyped_storage().nbytes():
@@ -265,7 +272,8 @@ def _path_of(params: Params, position: int) -> str:
 def forbid_writes(params: Params, leaves: Sequence[Tensor]) -> Iterator[None]:
     """Raises at the end of the context if the loss has written to params.
 
-    Tensors of inference mode have no versions, nor have those of a transform or a compiler.
+    It checks nothing in a transform or a compiler, nor if any leaf is a tensor of inference mode:
+    these have no versions.
     """
     versions: list[int] = []
     if tree.is_plain_eager() and not any(leaf.is_inference() for leaf in leaves):

@@ -182,9 +182,9 @@ def accumulate_group(
 
 
 def detach_data(microbatch: Microbatch, is_recorded: bool) -> tuple[Microbatch, bool]:
-    """Detaches a microbatch, so that ``requires_grad_()`` in the loss leaves the caller's alone.
+    """Detaches a microbatch, so that ``requires_grad_()`` in the loss spares the caller's tensors.
 
-    Returns also whether anything is recorded, in which case data with a graph keep it.
+    If a step is recorded, or data have a graph, it returns the microbatch itself, and True.
     """
     leaves, spec = tree.flatten(microbatch)
     detach: Callable[[Any], Any] = Tensor.detach

@@ -27,7 +27,11 @@ from purestep.types import GradAndValue, LossFn
 
 
 class GradBackends(NamedTuple):
-    """How a plain step differentiates, and one that is transformed, recorded or compiled."""
+    """Holds the gradient backends of a loss, for each way in which a step may run.
+
+    ``plain`` is the compiled one with ``compile=True``. ``recorded`` serves where a transform,
+    autograd or a compiler around the step follows the values.
+    """
 
     plain: GradFn
     recorded: GradFn

@@ -23,7 +23,7 @@ from purestep.types import GradHook, LossFn, Tree
 
 
 def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
-    """Differentiates the loss in one graph, which makes the sums, or adds to them in place.
+    """Makes a backend whose single graph differentiates the loss and makes or updates the sums.
 
     Not all that the compiler takes has a graph with its gradients: a checkpoint has none. Then the
     loss is compiled as torch compiles it, whose autograd has a second graph for the backward pass,

@@ -46,9 +46,10 @@ def functional_backward(
     *,
     copy: bool = False,
 ) -> GradFn:
-    """Differentiates the loss by ``grads_of``, and adds gradients out of place.
+    """Makes a backend that differentiates the loss by ``grads_of`` and adds gradients out of place.
 
-    ``copy`` clones what ``grads_of`` may keep: a compiler writes to its results in the next call.
+    It never calls ``on_grad_ready``. ``copy`` clones what ``grads_of`` may keep: a compiler writes
+    to its results in the next call.
     """
     differentiate = functools.partial(microbatch_grads, loss_fn, grads_of)
     run = graph.compile_or_fall_back(differentiate, compile_)
@@ -82,7 +83,10 @@ def microbatch_grads(
     weights: Tensor | None,
     denominators: TokenCounts | None,
 ) -> tuple[list[Tensor], MicrobatchResult]:
-    """Returns the gradients of a microbatch's part of the loss, with their graph."""
+    """Returns the gradients of a microbatch's part of the loss, and its other results.
+
+    Both keep the graph that ``grads_of`` gives them.
+    """
     leaves, spec = tree.flatten(params)
     depends_on_params = True
     aux_spec: tree.TreeSpec = None
@@ -108,9 +112,9 @@ def microbatch_grads(
 def in_graphs(grads_of: GradsOf, *, is_autograd: bool = False) -> GradsOf:
     """Makes ``grads_of`` serve in a compiler's trace, too, at sizes that vary.
 
-    ``is_autograd``: it gives what autograd gives. Then autograd stands in the graph, since it takes
-    more operations: a custom one may have a backward pass that ``torch.func`` does not take. Where
-    further derivatives may be taken, ``grads_of`` stays.
+    ``is_autograd`` says that autograd would give the same gradients. Then autograd takes the place
+    of ``grads_of`` in a trace, unless further derivatives may be taken. Autograd takes more
+    operations: a custom one may have a backward pass that ``torch.func`` does not take.
     """
 
     def grads_in_graphs(
@@ -159,7 +163,7 @@ def from_user_grad_and_value(grad_and_value: GradAndValue) -> GradsOf:
 def detach_results(
     grads: list[Tensor], result: MicrobatchResult
 ) -> tuple[list[Tensor], MicrobatchResult]:
-    """Detaches all of it: what a loss closes over is a constant, even if it requires grad."""
+    """Detaches gradients and results: tensors that a loss closes over count as constants."""
     detached = MicrobatchResult(
         result.loss.detach(),
         result.weights.detach(),

@@ -89,8 +89,9 @@ def _free_as_it_runs(
 ) -> tuple[list[Tensor], Tensor, list[Tensor]] | None:
     """Differentiates by autograd's own pass, which frees activations as it runs.
 
-    Returns None where the value depends on other tensors that require grad: it may be
-    differentiated by them later, as in a loss that differentiates by its data.
+    Returns gradients, value and aux, all detached. Returns None where the value depends on other
+    tensors that require grad. It may be differentiated by these later, as in a loss that
+    differentiates by its data.
     """
     accumulator = GradAccumulator([None] * len(leaves), [leaf.dtype for leaf in leaves])
     variables = [leaf.detach().requires_grad_() for leaf in leaves]
@@ -107,7 +108,7 @@ def _free_as_it_runs(
 
 
 def _split_output(output: Any, has_aux: bool) -> tuple[Tensor, Tree]:
-    """Splits what the function returned into a scalar and aux, None without ``has_aux``."""
+    """Splits an output into scalar and aux, which is None without ``has_aux``, or raises."""
     is_pair = has_aux and isinstance(output, tuple) and len(output) == 2
     value, aux = output if is_pair else (output, None)
     if not isinstance(value, Tensor) or value.ndim != 0 or is_pair != has_aux:

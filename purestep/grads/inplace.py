@@ -28,10 +28,10 @@ from purestep.types import GradHook, LossFn, Tree
 def inplace_backward(
     loss_fn: LossFn, own_leaves: Callable[[], list[Tensor]] | None = None
 ) -> GradFn:
-    """Differentiates the loss by autograd's own pass, on leaves made for this microbatch alone.
+    """Makes a backend that runs autograd's own pass, on leaves made for one microbatch alone.
 
-    Hooks that a loss registers on its leaves, and backward passes that it runs, end with them. With
-    ``own_leaves``, the leaves are those that it returns, which share the memory of the params.
+    Hooks that a loss registers on these leaves, and backward passes that it runs, end with them.
+    With ``own_leaves``, the leaves are those that it returns, which share the memory of the params.
     """
 
     def grad_fn(
@@ -83,9 +83,11 @@ def run_backward_into(
     data: Tree = (),
     needs_checks: bool = False,
 ) -> bool:
-    """Adds the gradients of Σ term · cotangent to the accumulator.
+    """Adds the gradients of Σ term · cotangent to the accumulator; clears ``.grad`` of the leaves.
 
-    Returns whether any leaf has a gradient. No sum shares memory with ``data``.
+    It removes terms that require no grad, and their cotangents, from the lists. Returns False if no
+    term is left; else whether any leaf has a sum, even from an earlier microbatch. No sum shares
+    memory with ``data``.
     """
     for index in reversed(range(len(terms))):
         if not terms[index].requires_grad:
@@ -138,9 +140,10 @@ def _take_totals(
     data: Tree,
     totals_before: Sequence[Tensor | None],
 ) -> bool:
-    """Takes each leaf's sum, in memory that nothing else has; returns whether there is any.
+    """Moves each leaf's ``.grad`` into the accumulator; returns whether there is any.
 
-    Without ``others``, autograd has added to sums of ours, which share no memory.
+    New sums are cloned if they share memory with ``others``, ``data`` or each other. Without
+    ``others`` none are: autograd has added to sums that share no memory.
     """
     has_grad = False
     for index, leaf in enumerate(leaves):
@@ -175,7 +178,7 @@ def _call_grad_hook(
     index: int,
     leaf: Tensor,
 ) -> None:
-    """Hands over the final sum of a leaf, and notes a sum that lies elsewhere from then on."""
+    """Hands over the final sum of a leaf; notes in ``totals_before`` a sum that has moved."""
     total = leaf.grad
     if total is None:  # A torch.autograd.Function may return none for it.
         return
@@ -189,11 +192,12 @@ def clone_aliased(
     others: Sequence[Any] = (),
     totals_before: Sequence[Tensor | None] = (),
 ) -> None:
-    """Clones each new gradient that shares memory, so that it can be added to.
+    """Replaces each new gradient in the list that shares memory by a clone, which can be added to.
 
     Both gradients of ``torch.stack([a, b]).sum(0)``, say, lie in one storage, with the cotangent.
     And a ``torch.autograd.Function`` may return a param or data that it has saved: ``others``.
-    Where there was a sum before, the gradient is added to it, so it is not new.
+    Where there was a sum before, the gradient is added to it, so it is not new. A new sparse
+    gradient becomes dense.
     """
     addresses: list[int | None] = []
     for tensor in [*others, *grads]:
@@ -220,10 +224,11 @@ def clone_aliased(
 def zeros_for_missing(
     accumulator: GradAccumulator, leaves: Sequence[Tensor], *, clone: bool = False
 ) -> list[Tensor]:
-    """Returns the sums, with zeros for leaves that no gradient has reached.
+    """Fills the accumulator with zeros for leaves that no gradient has reached; returns its list.
 
-    ``clone``: a step that was to be recorded may not be, after all. Then an optimizer writes to the
-    sums, which a ``torch.autograd.Function`` may share.
+    ``clone`` replaces the sums by clones in plain eager mode: a step that was to be recorded may
+    not be, after all. Then an optimizer writes to the sums, which a ``torch.autograd.Function`` may
+    share.
     """
     values = accumulator.values
     if clone and tree.is_plain_eager(values):
@@ -253,7 +258,7 @@ def vjp_grads(
 
 
 def is_inference(leaves: Sequence[Tensor]) -> bool:
-    """Returns whether autograd would record nothing, where ``torch.func`` does."""
+    """Returns whether inference mode is on, or a leaf was made in it: autograd records nothing."""
     if torch.is_inference_mode_enabled():
         return True
     return any(leaf.is_inference() for leaf in leaves)

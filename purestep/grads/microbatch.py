@@ -42,10 +42,10 @@ class GradAccumulator(NamedTuple):
 
 
 class GradFn(Protocol):
-    """A gradient backend: it adds the gradients of one microbatch to the accumulator.
+    """Adds the gradients of one microbatch to the accumulator, and returns its other results.
 
-    In the last microbatch it hands each leaf's sum to ``on_grad_ready``, which returns where the
-    sum lies from then on.
+    It may hand final sums to ``on_grad_ready``, which returns where a sum lies from then on. Sums
+    that it does not hand over are left to the caller.
     """
 
     def __call__(

@@ -37,13 +37,16 @@ JOIN = object()
 
 
 class Repeated(NamedTuple):
-    """A microbatch that this rank has computed before, and runs again with others."""
+    """Holds a microbatch that this rank runs again, at weight 0, since other ranks have more."""
 
     microbatch: Microbatch
 
 
 def accept_repeated(loss_fn: LossFn, gather: Gather) -> LossFn:
-    """Wraps a loss that gathers to take repeated microbatches, whose ``aux`` was added before."""
+    """Wraps a loss to take ``Repeated`` microbatches, too, without their ``aux``, added before.
+
+    Returns the loss itself unless ``gather`` is "loss".
+    """
     if gather != "loss":
         return loss_fn
 
@@ -130,7 +133,11 @@ def _with_full_params(
     accumulator: GradAccumulator,
     on_grad_ready: GradHook | None,
 ) -> MicrobatchResult:
-    """Differentiates at gathered params, and adds this rank's shards of the gradients."""
+    """Differentiates at gathered params, and adds this rank's shards of the gradients.
+
+    For ``JOIN`` no loss runs, and the gradients are zeros. ``on_grad_ready`` is called only where
+    no param is sharded.
+    """
     shard_specs = {}
     for index, shard_spec in enumerate(tree.shard_specs(inputs.spec)):
         if shard_spec is not None:

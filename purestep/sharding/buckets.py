@@ -136,7 +136,7 @@ class GradBuckets:
         dtype: torch.dtype,
         reduce_axis: ProcessAxis | None,
     ) -> None:
-        """Assigns a leaf to the newest bucket of its kind, or to another one if that is full."""
+        """Assigns a leaf to the newest bucket of its kind, or to a new one if that is full."""
         shard_spec = self._scatter_specs.get(index)
         scatter_axis = None
         num_ranks = 1
@@ -179,9 +179,9 @@ class GradBuckets:
 
     @property
     def num_early(self) -> int:
-        """Returns how many buckets were launched before a collective of the loss.
+        """Returns how many buckets were launched before a collective of the loss; 0 without one.
 
-        The number is equal on all ranks.
+        The number must be equal on all ranks, which compare it.
         """
         if self._num_collectives == self._count_collectives():
             return 0

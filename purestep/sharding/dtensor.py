@@ -17,8 +17,8 @@ from purestep.types import Tree
 def to_dtensor(tree_: Tree) -> Tree:
     """Replaces each ``Shard`` by a DTensor that shares its memory.
 
-    Raises ``TypeError`` for a ``Shard`` over another axis than a ``MeshAxis``. Other leaves stay as
-    they are. Autograd does not record this.
+    Raises ``TypeError`` for a ``Shard`` that is in another one, or not over a ``MeshAxis``. Other
+    leaves stay as they are. Autograd does not record this.
 
     >>> from purestep import shard
     >>> from torch.distributed.device_mesh import init_device_mesh
@@ -73,8 +73,8 @@ def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:
     """Replaces each DTensor over the axis by a ``Shard`` that shares its memory.
 
     It is the inverse of ``to_dtensor``, for trees from ``distribute_tensor``, ``fully_shard`` and
-    distributed checkpoints. A replicated DTensor becomes a tensor, and other leaves stay.
-    Everything is detached.
+    distributed checkpoints. A replicated DTensor becomes a tensor. Both are detached; leaves that
+    are no DTensor stay as they are. Raises ``ValueError`` for other placements and other axes.
 
     >>> from_dtensor({"w": torch.ones(2)}, axis=None)
     {'w': tensor([1., 1.])}

@@ -163,10 +163,11 @@ def make_reduce_scatter(
     dtypes: Sequence[torch.dtype],
     shard_specs: SpecsByIndex,
 ) -> tuple[GradHook | None, ScatterFn]:
-    """Makes a gradient hook, and a function that returns the shards of all gradients' sums.
+    """Makes a gradient hook, and a function that replaces full gradients by shards of their sums.
 
-    By the hook, full buckets of gradients leave while the backward pass runs. It is None under a
-    transform, where gradients are scattered one by one.
+    Gradients that are not in ``shard_specs`` stay. By the hook, full buckets of gradients leave
+    while the backward pass runs. It is None without shards, under a transform, and where ranks run
+    one program. There, gradients are scattered one by one, in the list that the function takes.
     """
     specs = [*shard_specs.values()]
     if specs and _can_bucket(specs, full_tensors):

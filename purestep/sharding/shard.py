@@ -59,8 +59,9 @@ def _select_block(full: Tensor, shard_spec: ShardSpec) -> Tensor:
 def unshard(tree_: Tree) -> Tree:
     """Replaces each ``Shard`` by the full tensor, gathered from all ranks. Other leaves stay.
 
-    There is one all-gather for each dtype, and one reduce-scatter in the backward pass, which sums
-    the ranks' gradients. So ``unshard(shard(x))`` is ``pvary(x)``.
+    Processes gather leaves of one dtype together, up to ``bucket_bytes`` in each all-gather. In the
+    backward pass, reduce-scatters sum the ranks' gradients. So ``unshard(shard(x))`` is
+    ``pvary(x)``.
 
     With ``gather="loss"``, call it inside ``ps.remat(block)``. The backward pass then gathers
     again, and only shards stay in memory. There, all ranks must gather the same params in the same
