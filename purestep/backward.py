@@ -150,7 +150,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_can_set_grads(model: object) -> None:
-    """Raises ``TypeError`` unless ``model`` is a module, in all parts without DDP and FSDP."""
+    """Raises ``TypeError`` unless ``model`` is a module without DDP or FSDP in any part."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}: for a tree of params "

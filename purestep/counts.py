@@ -28,7 +28,7 @@ UNSIGNED_DTYPES = (torch.uint16, torch.uint32, torch.uint64)
 
 
 class PreweightedMicrobatches(Sequence[Microbatch]):
-    """A group of microbatches with their weights, as ``prefetch`` makes it."""
+    """Holds a group of microbatches with their weights, as ``prefetch`` makes it."""
 
     @abstractmethod
     def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:

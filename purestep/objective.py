@@ -20,7 +20,7 @@ from purestep.types import LossFn, LossOutput, Microbatch, Params, TokenCounts, 
 
 
 class WeightedLoss(NamedTuple):
-    """The terms of L of a microbatch, and ∂L/∂term for each, which start the backward pass."""
+    """Holds the terms of L of a microbatch, and ∂L/∂term, which start the backward pass."""
 
     terms: list[Tensor]
     cotangents: list[Tensor]

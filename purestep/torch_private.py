@@ -425,8 +425,8 @@ def may_draw_random(
 def traced_container(structure: Any, children: list[Any]) -> Any:
     """Rebuilds the container at the top of an optree structure, over these children, in a trace.
 
-    The structure's method calls optree's function for a dict without tensors, which expects other
-    metadata.
+    ``structure.unflatten`` fails there for a dict without tensors: it calls a function of optree's
+    that expects other metadata than a traced structure has.
     """
     if structure.type is not dict:
         return structure._unflatten_func(structure._metadata, children)

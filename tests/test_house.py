@@ -373,6 +373,15 @@ def test_nothing_has_to_be_unfolded(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", [*files()])
+def test_docstrings_begin_with_a_verb(file: str) -> None:
+    """In the third person, as torch's do: "Returns", "Holds"."""
+    for node in ast.walk(ast.parse(files()[file])):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            text = ast.get_docstring(node)
+            assert text is None or re.match(r"[A-Z][a-z]+s\b", text), node.name
+
+
+@pytest.mark.parametrize("file", [*files()])
 def test_names_say_what_they_stand_for(file: str) -> None:
     assert not find_riddles(files()[file])
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class RankError(RuntimeError):
-    """Another rank has failed, has died or runs another program, so this rank cannot go on.
+    """Reports that another rank has failed, has died or runs another program.
 
     >>> import torch
     >>> from purestep import psum

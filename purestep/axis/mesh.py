@@ -186,7 +186,7 @@ class MeshAxis(ProcessAxis):
 
 
 class MeshGroup(NamedTuple):
-    """A process group by its name, which a compiler can hold as a constant."""
+    """Names a process group, which a compiler can hold as a constant."""
 
     name: str
     size: int

@@ -74,7 +74,7 @@ class ProcessGroup(Protocol):
 
 
 class _CollectiveFunction(Function):
-    """A collective on one tensor, with its transpose, its tangent and its batching rule.
+    """Runs a collective on one tensor, with its transpose, its tangent and its batching rule.
 
     Ranks that run their own programs form the process group ``process_group``. Ranks of one
     program are a dimension of ``torch.vmap``: only the axis's own vmap batches ``rank_index``. Any

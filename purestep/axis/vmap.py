@@ -17,7 +17,7 @@ from purestep.types import Tree
 
 
 class VmapAxis:
-    """``size`` ranks in one process, as one ``torch.vmap`` dimension: each runs the same program.
+    """Simulates ranks in one process, as one ``torch.vmap`` dimension: each runs the same program.
 
     >>> from purestep import psum
     >>> axis = VmapAxis(2)

@@ -64,7 +64,7 @@ def sample_uniform(
 
 
 def evaluate_sinusoid(x: Tensor, amplitude: Tensor, phase: Tensor) -> Tensor:
-    """Evaluates sinusoids at points."""
+    """Evaluates amplitude · sin(x − phase)."""
     return amplitude * torch.sin(x - phase)
 
 

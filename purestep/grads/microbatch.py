@@ -12,7 +12,7 @@ from purestep.types import GradHook, Microbatch, TokenCounts, Tree
 
 
 class MicrobatchInputs(NamedTuple):
-    """One microbatch, and the params at which its part of the loss is differentiated."""
+    """Holds one microbatch, and the params at which its part of the loss is differentiated."""
 
     leaves: list[Tensor]
     spec: tree.TreeSpec
@@ -26,7 +26,7 @@ class MicrobatchInputs(NamedTuple):
 
 
 class MicrobatchResult(NamedTuple):
-    """What a microbatch gives beside gradients."""
+    """Holds what a microbatch gives beside gradients."""
 
     loss: Tensor
     weights: Tensor
@@ -35,7 +35,7 @@ class MicrobatchResult(NamedTuple):
 
 
 class GradAccumulator(NamedTuple):
-    """The sum of each leaf's gradients so far, None before the first, and the dtype of each sum."""
+    """Holds each leaf's sum of gradients so far, None before the first, and its dtype."""
 
     values: list[Tensor | None]
     dtypes: list[torch.dtype]

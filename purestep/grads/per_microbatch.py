@@ -70,8 +70,9 @@ def pad_microbatches(
 ) -> WeightedMicrobatches:
     """Appends microbatches without tokens until the group has this many.
 
-    With ``gather="loss"``, each is the last microbatch again. Without ``weight_fn``, whose weights
-    it would replace, the group stays as it is.
+    Each is ``JOIN``, for which no loss runs. With ``gather="loss"``, each is the last microbatch
+    again, at weight 0. There a group without ``weight_fn`` stays as it is: its losses return the
+    weights.
 
     >>> group = WeightedMicrobatches([torch.ones(2)], [torch.ones(2)], None)
     >>> pad_microbatches(group, 2, "loss", torch.ones_like).weights

@@ -36,7 +36,7 @@ UNKEYED_HINT = (
 
 
 class KeyedDropout(TorchFunctionMode):
-    """A context in which dropout draws from keys, one for each example.
+    """Lets dropout draw from keys, one for each example.
 
     ``first_index`` is the number of the first call that draws. ``batch_second`` says that the
     module may take examples along its second dimension, as ``batch_first=False`` does; then a

@@ -208,7 +208,7 @@ _FROZEN_HINT = (
 
 
 class Apply:
-    """A module as a pure function, ``apply(params, *args, **kwargs)``: see ``from_module``."""
+    """Calls a module as a pure function, ``apply(params, *args, **kw)``: see ``from_module``."""
 
     eval: Apply
     """The same function of the module in evaluation mode."""

@@ -14,7 +14,7 @@ from purestep.torch_private import backward_hooks_of, has_additive_masks
 
 
 class Models(NamedTuple):
-    """The models of transformers in a module, and what calls of the module need to know."""
+    """Lists the models of transformers in a module, and what calls of the module need to know."""
 
     models: list[Module]
     arguments: list[str]

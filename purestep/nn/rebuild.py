@@ -30,7 +30,7 @@ from purestep.torch_private import original_function
 
 
 class Recipe(NamedTuple):
-    """Recipe for copying a module around new tensors.
+    """Says how to copy a module around new tensors.
 
     It grows a list of values: tensors, containers, objects, and what is derived from those before.
     Values are named by their position in this list.
@@ -61,7 +61,7 @@ class Recipe(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The copies of one call: of the module, of all its objects, and of containers in them."""
+    """Holds the copies of one call: of the module, its objects, and the containers in them."""
 
     module: Any
     objects: list[Any]
@@ -521,7 +521,7 @@ def _weakly(content: Any) -> Any:
 
 
 def _strongly(cell: CellType) -> CellType:
-    """Returns a cell with the module that this one refers to; otherwise the cell itself."""
+    """Returns a cell with the module or method that this one holds weakly, or the cell itself."""
     try:
         content = cell.cell_contents
     except ValueError:

@@ -60,7 +60,7 @@ _READS = (
 
 
 class Slot(NamedTuple):
-    """The place of a param among the containers of a copied module."""
+    """Locates a param among the containers of a copied module."""
 
     container: int
     key: Any
@@ -252,7 +252,7 @@ def _fill(places: Places, values: Mapping[str, Tensor]) -> None:
 
 
 class _ShardedUnit(NamedTuple):
-    """A unit of a copied module, with its shards and the places of its params."""
+    """Holds a unit of a copied module, with its shards and the places of its params."""
 
     path: str
     shards: Mapping[str, Shard]
@@ -350,7 +350,7 @@ def _gather_again(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) ->
 
 
 class _GatheredAgain(NamedTuple):
-    """The params of a unit in the backward pass: gathered when the first of them is needed."""
+    """Holds the params of a unit in the backward pass, gathered when the first one is needed."""
 
     unit: _ShardedUnit
     params: dict[str, Tensor]

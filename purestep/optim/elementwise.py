@@ -44,7 +44,7 @@ DEVICE_BYTES = 2**28
 
 
 class Layout(NamedTuple):
-    """Holds the dtype of each column, their type of device, and whether all tensors are dense."""
+    """Holds each column's dtype, the type of device, and whether all tensors are contiguous."""
 
     dtypes: tuple[torch.dtype, ...]
     device: str
@@ -296,7 +296,11 @@ def write_group(
 def update_params_(formula: Formula, columns: Columns, applied: Tensor | None) -> None:
     """Writes an Optimizer's formula over params and slots, where ``applied`` holds."""
     for grads, *old in split_by_size(columns):
-        writable = old if applied is None else clone_columns(old)
+        writable = old
+        if applied is not None:
+            # A formula casts params in half precision before it writes.
+            first = 0 if old[0][0].dtype in WIDE_DTYPES else 1
+            writable = [*old[:first], *clone_columns(old[first:])]
         copy_where(old, formula(grads, *writable), applied)
 
 

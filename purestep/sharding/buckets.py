@@ -36,7 +36,7 @@ class _BucketKey(NamedTuple):
 
 @dataclass
 class _Bucket:
-    """A collective: its leaves, the axes over which it runs, and its memory."""
+    """Describes a collective: its leaves, the axes over which it runs, and its memory."""
 
     key: _BucketKey
     row_len: int = 0
@@ -291,7 +291,7 @@ class _ShardBuckets(GradBuckets):
 
 
 class _FullBuckets(GradBuckets):
-    """Full gradients that are all there, and are scattered in buckets of equal size."""
+    """Scatters full gradients that are all there, in buckets of equal size."""
 
     first_bytes = math.inf
 

@@ -118,7 +118,7 @@ def views_of(message: Tensor) -> dict[str, Tensor]:
 
 
 class PendingStatus:
-    """A sum of messages that the host reads, and checks, when it needs to know it."""
+    """Holds a sum of messages that the host reads, and checks, when it needs to know it."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ def _async_read(message: Tensor) -> Callable[[], list[float]]:
 
 
 class TreeFingerprint(NamedTuple):
-    """A tree in words that are the same in every process."""
+    """Describes a tree in words that are the same in every process."""
 
     name: str
     hash: int

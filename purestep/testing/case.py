@@ -325,7 +325,9 @@ def _double_length(batch: Batch) -> Batch:
 def agree(trainer: Trainer, case: Case) -> bool:
     """Returns whether the two runs end with the same parameters, to the bit, on every rank.
 
-    Raises ``DisagreementError`` if parameters or reports differ by more than rounding explains.
+    Without a first run, the reference trainer does the second one. Raises ``DisagreementError`` if
+    parameters or reports differ by more than rounding explains, ``RefusalError`` if the trainer
+    raises.
     """
     reference = case.first or case.second
     # The first run has no more in it than has to be computed.

@@ -235,7 +235,11 @@ def _check_trainer(trainer: Any) -> None:
 def _judge_part(
     trainer: Trainer, law: TrainerLaw, part: str, budget: _Budget
 ) -> Verdict:
-    """Draws cases of one part of a law until one is wrong."""
+    """Draws cases of one part of a law, and returns the verdict.
+
+    From the first wrong case on, it draws simpler ones, and reports the simplest. A refusal does
+    not end the search: the verdict is "refuses" only if no case is wrong.
+    """
     coverage: dict[str, Counter[Any]] = defaultdict(Counter)
     exact: list[bool] = []
     refused: list[_Refusal] = []

@@ -16,7 +16,7 @@ NAMESPACE = "purestep"
 
 @dataclass(eq=False)
 class Shard:
-    """A tensor that is sharded over an axis: a node of a tree, whose leaf is this rank's shard.
+    """Holds a tensor that is sharded over an axis: a node of a tree. Its leaf is this rank's shard.
 
     Shards are those of DTensor's ``Shard(dim)`` and ``torch.chunk``: ⌈n / size⌉ entries along
     ``dim``, where the last shards are shorter or empty. On a ``VmapAxis``, short shards are padded
@@ -219,7 +219,10 @@ def is_shard(node: Any) -> bool:
 
 
 def zero_padding(leaf: Tensor, shard_spec: ShardSpec | None) -> Tensor:
-    """Returns a shard with padding of zeros where ranks run one program; other leaves stay."""
+    """Sets the padding of a shard to zero, out of place, where ranks run one program.
+
+    Returns other leaves, and shards without padding, as they are.
+    """
     if shard_spec is None or shard_spec.axis.is_multi_program:
         return leaf
     length = shard_spec.shard_len
