@@ -14,7 +14,7 @@ s          seconds of the processor for the first update at each of the six, the
 of eager   time of an update against eager
 
     python -m benchmarks.speed.coverage                      benchmarks/results/coverage.json
-    python -m benchmarks.speed.coverage Llama "Swin"         these alone, without a report
+    python -m benchmarks.speed.coverage Llama Swin           these alone, beside others in the report
 
 All of them take an hour and a half on one core.
 """
@@ -427,7 +427,8 @@ def main() -> None:
         print(json.dumps(measure(*options.one)))
         return
     print(f"| | {' | '.join(WAYS)} |\n|---|{'---|' * len(WAYS)}")
-    report = {}
+    path = options.results / "coverage.json"
+    report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for name in options.names or MODELS:
         report[name] = {way: measure_apart(name, way) for way in WAYS}
         print(f"| {name} | {' | '.join(map(cell, report[name].values()))} |")
@@ -435,9 +436,8 @@ def main() -> None:
             for problem in ("no", "failed"):
                 if problem in figures:
                     print(f"    {way}: {figures[problem]}", file=sys.stderr)
-        sys.stdout.flush()
-    if not options.names:
         timing.write(options.results, "coverage", report)
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -64,9 +64,8 @@ def functional_backward(
         grads, result = run(
             params, inputs.microbatch, inputs.weights, inputs.denominators
         )
-        tensors = tree.leaves(
-            (inputs.leaves, inputs.microbatch, inputs.denominators or ())
-        )
+        # The denominators are sums of weights, which are detached.
+        tensors = tree.leaves((inputs.leaves, inputs.microbatch))
         if not tree.may_be_differentiated(tensors):
             grads, result = detach_results(grads, result)
         add_grads(accumulator, grads, copy=copy)
