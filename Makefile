@@ -57,6 +57,7 @@ bench: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.stacked
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.limit
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.warm
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.coverage
 
 conformance: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[conformance]'

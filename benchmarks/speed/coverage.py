@@ -16,7 +16,9 @@ of eager   time of an update against eager
     python -m benchmarks.speed.coverage                      benchmarks/results/coverage.json
     python -m benchmarks.speed.coverage Llama Swin           these alone, beside others in the report
 
-All of them take an hour and a half on one core.
+    python -m benchmarks.speed.coverage --backend aot_eager  only whether there is a graph
+
+All of them take two hours on one core by inductor, and 25 minutes by "aot_eager", which generates no code.
 """
 
 import argparse
@@ -28,6 +30,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -292,8 +295,11 @@ def losses_of(module: Callable[..., Any], data: str, batch: Batch) -> Tensor:
     return ps.losses.cross_entropy(module(**inputs).logits, batch["labels"])
 
 
-def make_updates(model: Model, way: str, *, compiled: bool) -> list[Callable[[], Any]]:
-    """Makes six functions, one for each length, of which each takes an update of this way."""
+def make_updates(model: Model, way: str, backend: str) -> list[Callable[[], Any]]:
+    """Makes six functions, one for each length, of which each takes an update of this way.
+
+    Without a ``backend``, nothing is compiled.
+    """
     torch.manual_seed(0)
     module = model.make().train()
     data = model.data
@@ -301,7 +307,7 @@ def make_updates(model: Model, way: str, *, compiled: bool) -> list[Callable[[],
     for number in range(len(LENGTHS)):
         groups.append([make_batch(data, number, seed) for seed in range(2)])
     if way == "torch.compile":
-        return [make_loop(module, data, group, compiled) for group in groups]
+        return [make_loop(module, data, group, backend) for group in groups]
     params, apply = ps.from_module(module)
     optimizer = ps.optim.sgd(0.01)
 
@@ -309,22 +315,24 @@ def make_updates(model: Model, way: str, *, compiled: bool) -> list[Callable[[],
         return losses_of(lambda *xs, **kw: apply(params, *xs, **kw), data, batch)
 
     settings: dict[str, Any] = {}
-    if compiled and way == "compile=True":
-        settings["compile"] = True
+    if backend and way == "compile=True":
+        settings["compile"] = partial(torch.compile, backend=backend)
+        if backend == "inductor":
+            settings["compile"] = True
     step: Any = ps.make_update_step(loss_fn, optimizer, weight_fn=weigh, **settings)
     # The module is checked at its first call, which must not be a compiler's.
     loss_fn(params, groups[0][0])
-    if compiled and way == "whole step":
-        step = ps.compile(step, fullgraph=True)
+    if backend and way == "whole step":
+        step = ps.compile(step, fullgraph=True, backend=backend)
     opt_state = optimizer.init(params)
     return [lambda group=group: step(params, opt_state, group) for group in groups]  # type: ignore[misc]
 
 
 def make_loop(
-    module: nn.Module, data: str, group: list[Any], compiled: bool
+    module: nn.Module, data: str, group: list[Any], backend: str
 ) -> Callable[[], Any]:
     """Makes an update of the plain module by hand."""
-    compute = _losses_by(module, data, compiled)
+    compute = _losses_by(module, data, backend)
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
 
     def update() -> None:
@@ -337,34 +345,34 @@ def make_loop(
     return update
 
 
-_compiled: dict[tuple[int, bool], Any] = {}
+_compiled: dict[tuple[int, str], Any] = {}
 
 
-def _losses_by(module: nn.Module, data: str, compiled: bool) -> Any:
+def _losses_by(module: nn.Module, data: str, backend: str) -> Any:
     """Returns the module's losses, compiled once for all lengths."""
-    key = id(module), compiled
+    key = id(module), backend
     if key not in _compiled:
 
         def losses(batch: Batch) -> Tensor:
             return losses_of(module, data, batch)
 
         _compiled[key] = losses
-        if compiled:
-            _compiled[key] = torch.compile(losses, fullgraph=True)
+        if backend:
+            _compiled[key] = torch.compile(losses, fullgraph=True, backend=backend)
     return _compiled[key]
 
 
-def measure(name: str, way: str) -> dict[str, Any]:
+def measure(name: str, way: str, backend: str) -> dict[str, Any]:
     """Compiles one model in one way; returns the figures, or why there are none."""
     torch.set_num_threads(1)
     torch.compiler.config.force_disable_caches = True
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    eager = make_updates(MODELS[name], way, compiled=False)
+    eager = make_updates(MODELS[name], way, "")
     for update in eager:
         update()
-    updates = make_updates(MODELS[name], way, compiled=True)
+    updates = make_updates(MODELS[name], way, backend)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         before = stacked.processor_seconds()
@@ -394,9 +402,10 @@ def measure(name: str, way: str) -> dict[str, Any]:
     }
 
 
-def measure_apart(name: str, way: str) -> dict[str, Any]:
+def measure_apart(name: str, way: str, backend: str) -> dict[str, Any]:
     """Measures in a fresh process, which has ``SECONDS``."""
-    command = [sys.executable, "-m", "benchmarks.speed.coverage", "--one", name, way]
+    command = [sys.executable, "-m", "benchmarks.speed.coverage", "--one"]
+    command += [name, way, backend]
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=SECONDS, check=False
@@ -421,7 +430,8 @@ def main() -> None:
     """Prints a table line by line, and writes the report."""
     parser = timing.arguments(__doc__, repeats=REPEATS, launches=1)
     parser.add_argument("names", nargs="*", help="models; all")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(*options.one)))
@@ -430,14 +440,14 @@ def main() -> None:
     path = options.results / "coverage.json"
     report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for name in options.names or MODELS:
-        report[name] = {way: measure_apart(name, way) for way in WAYS}
+        report[name] = {way: measure_apart(name, way, options.backend) for way in WAYS}
         print(f"| {name} | {' | '.join(map(cell, report[name].values()))} |")
         for way, figures in report[name].items():
             for problem in ("no", "failed"):
                 if problem in figures:
                     print(f"    {way}: {figures[problem]}", file=sys.stderr)
-        timing.write(options.results, "coverage", report)
         sys.stdout.flush()
+    timing.write(options.results, "coverage", report)
 
 
 if __name__ == "__main__":
