@@ -229,8 +229,8 @@ def test_a_flag_in_another_place_is_checked_again() -> None:
     params, apply = ps.from_module(module_that_writes_if_told())
     with torch.no_grad():
         apply(params, draw_inputs(), True, None)
-    with pytest.raises(ValueError, match="the module writes to buffer: "):
-        apply(params, draw_inputs(), None, True)
+        with pytest.raises(ValueError, match="the module writes to buffer: "):
+            apply(params, draw_inputs(), None, True)
 
 
 def test_calls_that_autograd_records_are_checked_again() -> None:
