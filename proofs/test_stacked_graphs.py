@@ -19,6 +19,7 @@ from proofs import (
     test_t05_weights as t05,
     test_t06_purity as t06,
     test_t07_identity as t07,
+    test_t13_donation as t13,
     test_t17_denominators as t17,
 )
 from purestep import tree
@@ -35,6 +36,7 @@ THEOREMS: dict[str, Theorem] = {
     "T5": t05.scale_invariance,
     "T6": t06.inputs_untouched,
     "T7": t07.no_tokens,
+    "T13": t13.donation,
     "T17": t17.denominators,
 }
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import purestep as ps
 from purestep import tree
 from support.purity import storages_in
+from support.ranks import stack_if_alike
 from support.strategies import (
     Batch,
     Case,
@@ -84,6 +85,9 @@ def donation(system: System, drawn: tuple[StepCase, Any, Any]) -> None:
     (case, setup, (group,)), make_optimizer, change = drawn
     optimizer = make_optimizer(case)
     second_group = [change(part) for part in group]
+    if setup.stacks:
+        group = stack_if_alike(group)
+        second_group = stack_if_alike(second_group)
 
     def train(donate: bool) -> Any:
         step = system.make_update_step(

@@ -180,7 +180,7 @@ def _check_parameters(
     opt_state: OptState,
     microbatches: Sequence[Microbatch],
 ) -> None:
-    """Raises if there are no params to train, or if a step cannot differentiate one of them."""
+    """Raises ``ValueError`` without params, and as ``check_params`` if a step cannot take them."""
     if not params:
         raise ValueError(
             "no parameter of the model requires grad: call requires_grad_() on those to train"

@@ -51,7 +51,8 @@ def label_weights(microbatch: Microbatch) -> Tensor:
     """Returns the default weights: True for every label but ``-100``, PyTorch's ``ignore_index``.
 
     Count the same labels that the loss uses: shift them once, in the data. An unsigned label cannot
-    be -100, so all of these count.
+    be -100, so all of these count. Raises ``ValueError`` for a microbatch without ``"labels"``, and
+    ``TypeError`` for labels that are no tensor.
 
     >>> label_weights({"labels": torch.tensor([[5, 7, -100]])})
     tensor([[ True,  True, False]])
@@ -81,6 +82,9 @@ def with_weights(
 ) -> WeightedMicrobatches:
     """Computes the weights of a group and their counts; both are None if ``weight_fn`` is None.
 
+    Raises ``TypeError`` unless ``microbatches`` is a sequence. One that makes its microbatches
+    when they are read is read once, into a list.
+
     >>> with_weights([{"labels": torch.tensor([5, -100])}], label_weights).weights
     [tensor([ True, False])]
     """
@@ -108,7 +112,7 @@ def with_weights(
 
 
 def compute_stacked_weights(weight_fn: WeightFn, microbatches: Stacked) -> Stacked:
-    """Computes the weights of all microbatches at once, for a compiler.
+    """Computes the checked weights of all microbatches at once, stacked, for a compiler.
 
     A loop over them would be compiled anew for each number of microbatches.
 
@@ -144,7 +148,10 @@ def count_tokens(
 
 
 def compute_weights(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
-    """Computes the checked weights of a microbatch, in memory that no other code writes to."""
+    """Computes the checked weights of a microbatch, in memory that no other code writes to.
+
+    Raises as ``validate_weights`` does.
+    """
     weights = weight_fn(microbatch)
     if weight_fn is label_weights and type(weights) is Tensor:
         return weights  # New bools at each call.
@@ -153,6 +160,8 @@ def compute_weights(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
 
 def sum_weights(weights: Sequence[Tensor]) -> TokenCounts:
     """Sums weights to the number of tokens, and counts the microbatches that have any.
+
+    Each tensor holds the weights of one microbatch. Without any, both numbers are 0.
 
     >>> sum_weights([torch.tensor([0.5, 0.25]), torch.tensor([0.0])])
     TokenCounts(num_tokens=tensor(0.7500, dtype=torch.float64), num_microbatches=tensor(1))
@@ -174,7 +183,7 @@ def sum_weights(weights: Sequence[Tensor]) -> TokenCounts:
 
 
 def sum_stacked_weights(weights: Tensor) -> TokenCounts:
-    """Sums weights of a stacked group, as ``sum_weights`` does.
+    """Sums weights of shape ``(microbatches, ...)``, as ``sum_weights`` does.
 
     >>> sum_stacked_weights(torch.tensor([[0.5, 0.25], [0.0, 0.0]]))
     TokenCounts(num_tokens=tensor(0.7500, dtype=torch.float64), num_microbatches=tensor(1))
@@ -185,14 +194,17 @@ def sum_stacked_weights(weights: Tensor) -> TokenCounts:
 
 
 def check_count(counts: TokenCounts) -> None:
-    """Raises if N overflows, where the host can read it."""
+    """Raises ``ValueError`` if N, the number of tokens, overflows.
+
+    Where a device, a transform or a compiler hides N, nothing is checked.
+    """
     total = tree.concrete_scalar(counts.num_tokens)
     if total is not None and not 0 <= total < math.inf:
         check_total(total)
 
 
 def check_total(total: float) -> None:
-    """Raises if N overflows.
+    """Raises ``ValueError`` if N overflows: if it is negative, infinite or NaN.
 
     >>> check_total(float("inf"))
     Traceback (most recent call last):
@@ -226,8 +238,9 @@ def has_tokens(counts: TokenCounts) -> bool:
 def validate_weights(weights: Tensor) -> Tensor:
     """Checks weights, and returns them detached; unsigned ones beyond 8 bits become int64.
 
-    Raises on the host for negative and non-finite values, and if integers sum to more than 2⁵³.
-    On an accelerator, under ``torch.compile`` and in fake tensors, values go unchecked.
+    Raises ``TypeError`` unless they are a tensor that is not complex. Raises ``ValueError`` on the
+    host for negative and non-finite values, and if integers sum to more than 2⁵³. On an
+    accelerator, under ``torch.compile`` and in fake tensors, values go unchecked.
 
     >>> validate_weights(torch.tensor([2**53, 0])).sum() == 2**53
     tensor(True)

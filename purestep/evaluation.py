@@ -50,7 +50,8 @@ def make_eval_step(
     ``torch.func`` its loss can be differentiated; otherwise metrics are detached.
 
     Args:
-        loss_fn: as in ``make_update_step``. Leave out dropout and auxiliary losses.
+        loss_fn: as in ``make_update_step``. Leave out dropout, of which the first evaluation warns,
+            and auxiliary losses.
         weight_fn: as in ``make_update_step``. None: the loss returns its weights.
         axis: the ranks over which tokens are spread.
         gather: "loss" if the loss calls ``ps.unshard``. Otherwise params are gathered once.
@@ -122,10 +123,11 @@ def _forward_group(
     like: Tensor,
     is_recorded: bool,
 ) -> GradSums:
-    """Sums losses, counts and aux of a group, without gradients.
+    """Sums losses, counts and aux of a group by forward passes; ``grads`` of the result is empty.
 
     The losses are divided by the counts ``total``, or are plain sums if it is None. The sum of no
-    losses is a scalar zero on the device of ``like``.
+    losses is a scalar zero on the device of ``like``. If ``is_recorded``, microbatches are not
+    detached.
     """
     divisors = None if total is None else denominators(total)
     losses: list[Tensor] = []
@@ -135,7 +137,8 @@ def _forward_group(
     microbatches = iter(group.microbatches)
     no_weights = [None] * len(group.microbatches)
     for weights in no_weights if group.weights is None else group.weights:
-        data, is_recorded = detach_data(next(microbatches), is_recorded)
+        microbatch = validation.take_next(microbatches, group.microbatches)
+        data, is_recorded = detach_data(microbatch, is_recorded)
         with profiler_range("purestep.microbatch"):
             weighted = _detach_unless_transformed(
                 forward_microbatch(loss_fn, params, data, weights, divisors)
@@ -145,13 +148,12 @@ def _forward_group(
             used_weights.append(weighted.weights)
         if not tree.is_empty(weighted.aux):
             aux = add_aux(aux, weighted.aux)
-        del data, weights, weighted
-    if next(microbatches, None) is not None:
-        raise validation.wrong_length_error(group.microbatches)
+        del microbatch, data, weights, weighted
+    validation.check_all_taken(microbatches, group.microbatches)
     counts = group.counts or sum_weights(used_weights)
     return GradSums((), sum_losses(losses, like), counts, aux)
 
 
 def _detach_unless_transformed(values: T) -> T:
-    """Detaches a tree; under a transform returns it as it is, so that it keeps its derivative."""
+    """Returns a tree detached, but as it is under a transform, where it keeps its derivative."""
     return cast("T", tree.detach(values)) if tree.can_write() else values

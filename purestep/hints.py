@@ -22,7 +22,10 @@ _TARGET_SIZE = re.compile(
 
 @contextmanager
 def annotate_loss_errors() -> Iterator[None]:
-    """Adds notes to an error in a loss: how ``loss_fn`` is called, what the text may mean."""
+    """Adds notes to an error that a loss raises in this context, and raises it again.
+
+    The notes say how ``loss_fn`` is called, and what to do where torch refuses the targets' shape.
+    """
     try:
         yield
     except Exception as error:
@@ -42,7 +45,10 @@ def annotate_loss_errors() -> Iterator[None]:
 def annotate_swapped_arguments(
     init: Any, params: Params, opt_state: OptState
 ) -> Iterator[None]:
-    """Adds a note to an error if params and opt_state are swapped."""
+    """Adds a note to an error raised in this context if params and opt_state are swapped.
+
+    They are swapped if ``init(opt_state)`` matches params.
+    """
     try:
         yield
     except Exception as error:
@@ -59,6 +65,9 @@ def annotate_swapped_arguments(
 
 def check_shifted(microbatches: Sequence[Microbatch]) -> None:
     """Warns if the first microbatch has labels equal to its tokens, as for a loss that shifts them.
+
+    Tokens are any other integers of the labels' shape. Ignored labels are not compared. Labels of
+    one dimension, fewer than two labels, and tensors on a device pass.
 
     >>> import pytest
     >>> tokens = torch.tensor([[5, 7, 9]])
@@ -114,7 +123,7 @@ def warn_of_random_draws(device: torch.device) -> Iterator[None]:
 
 
 def _read_generator_states(device: torch.device) -> list[Tensor]:
-    """Returns the states of the host's generator, and of the device's."""
+    """Returns states of the host's generator and, if it has another one, of the device's."""
     states = [torch.get_rng_state()]
     if device.type == "cpu":
         return states

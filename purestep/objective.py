@@ -20,7 +20,10 @@ from purestep.types import LossFn, LossOutput, Microbatch, Params, TokenCounts, 
 
 
 class WeightedLoss(NamedTuple):
-    """Holds the terms of L of a microbatch, and ∂L/∂term, which start the backward pass."""
+    """Holds a microbatch's terms of the loss L, ∂L/∂term for each, the weights, and ``aux``.
+
+    The backward pass starts from the terms with these derivatives as cotangents.
+    """
 
     terms: list[Tensor]
     cotangents: list[Tensor]
@@ -35,9 +38,10 @@ def forward_microbatch(
     weights: Tensor | None,
     divisors: TokenCounts | None,
 ) -> WeightedLoss:
-    """Runs the forward pass of a microbatch; without ``divisors``, for plain sums.
+    """Runs the forward pass of a microbatch; returns its terms of the loss and cotangents.
 
-    If ``weights`` is None, the loss returns them.
+    A cotangent is a weight divided by ``divisors.num_tokens``; without ``divisors``, the weight
+    itself. If ``weights`` is None, the loss must return them. Terms are in float32 or wider.
 
     >>> divisors = denominators(TokenCounts(torch.tensor(4), torch.tensor(1)))
     >>> x, weights = torch.tensor([1.0, 5.0]), torch.tensor([1, 0])
@@ -63,7 +67,7 @@ def _with_microbatch_loss(
 ) -> WeightedLoss:
     """Adds ``LossOutput.microbatch_loss``, divided by the number of microbatches with tokens.
 
-    A microbatch without tokens adds nothing. Without ``divisors`` it raises.
+    A microbatch without tokens adds nothing. Raises ``ValueError`` without ``divisors``.
     """
     if divisors is None:
         raise ValueError(
@@ -85,7 +89,9 @@ def _with_microbatch_loss(
 
 
 def denominators(total: TokenCounts) -> TokenCounts:
-    """Casts the number of tokens to float64, and replaces 0 by 1. Not a clamp: 0.25 stays.
+    """Casts the number of tokens to float64, and replaces one that is not above 0 by 1.
+
+    It is not a clamp: 0.25 stays. The number of microbatches stays, too.
 
     >>> denominators(TokenCounts(torch.tensor(0.25), torch.tensor(0))).num_tokens
     tensor(0.2500, dtype=torch.float64)
@@ -127,7 +133,11 @@ def weighted_sum(
 
 
 def as_loss_output(output: object) -> LossOutput:
-    """Converts the output of a loss function to ``LossOutput``, and checks it."""
+    """Converts the output of a loss function to ``LossOutput``, with ``()`` for an ``aux`` of None.
+
+    Raises ``TypeError`` unless losses are floating-point and ``aux`` has tensors only. Raises
+    ``ValueError`` unless ``microbatch_loss`` is None or a scalar.
+    """
     terms = output
     if not isinstance(terms, LossOutput):
         terms = LossOutput(output)  # type: ignore[arg-type]
@@ -160,9 +170,9 @@ def as_loss_output(output: object) -> LossOutput:
 
 
 def match_weights(terms: LossOutput, counted: Tensor | None) -> Tensor:
-    """Returns the weights, counted or of the loss, on the losses' device.
+    """Returns the weights, ``counted`` by a ``weight_fn`` or of the loss, on the losses' device.
 
-    Raises unless there is exactly one of the two, plain and of the shape of the losses.
+    Raises unless there is exactly one of the two, not nested and of the shape of the losses.
     """
     if counted is not None and terms.weights is not None:
         raise ValueError(
@@ -192,7 +202,7 @@ def match_weights(terms: LossOutput, counted: Tensor | None) -> Tensor:
 
 
 def _shape_mismatch(losses: torch.Size, weights: torch.Size) -> str:
-    """Describes the likely mistake, and the way out."""
+    """Describes, for a message, the likely mistake behind two different shapes, and the way out."""
     if not losses:
         return (
             "loss_fn must return one loss per token; a scalar is most likely a mean or a sum: take "

@@ -65,7 +65,8 @@ _K = TypeVar("_K", bound=Tensor | PackedKeys)
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
     """Makes the key of a seed: an int64 tensor of shape (). A tensor with dimensions is many keys.
 
-    Draw once from each key. For several draws, make keys with ``fold_in`` or ``split``.
+    The seed is an int from −2⁶³ to 2⁶⁴ − 1; others raise ``ValueError``. Draw once from each key.
+    For several draws, make keys with ``fold_in`` or ``split``.
 
     >>> [hex(word) for word in bits(key(0), (4,)).tolist()]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
@@ -75,13 +76,14 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
         raise ValueError(f"key: {seed=} must be a whole number of 64 bits")
     if seed >= 2**63:
         seed -= 2**64  # the same bits in int64
-    return torch.tensor(seed, device=device)
+    return torch.tensor(seed, dtype=torch.int64, device=device)
 
 
 def fold_in(key: _K, data: int | Tensor) -> _K:
     """Makes a new key from a key and a number: of the step, the layer, the call.
 
-    Tensors broadcast.
+    Tensors broadcast. ``PackedKeys`` keep their positions. Raises ``TypeError`` unless the number
+    is whole.
 
     >>> a, b = fold_in(key(0), torch.arange(2))
     >>> bool(a != b), bool(b == fold_in(key(0), 1))
@@ -98,7 +100,7 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
 
 
 def split(key: Tensor, number: int = 2) -> Tensor:
-    """Makes ``number`` new keys, along a new last dimension.
+    """Makes ``number`` new keys of each key, along a new last dimension.
 
     >>> a, b = split(key(0))
     >>> split(torch.stack([a, b]), 3).shape
@@ -127,7 +129,8 @@ def uniform(
 ) -> Tensor:
     """Draws from [0, 1): multiples of 2⁻²⁴ in float32, of 2⁻³² in float64, of 2⁻⁸ in bfloat16.
 
-    The numbers are exact, so they are the same on every device.
+    In float16 they are multiples of 2⁻¹¹. The numbers are exact, so they are the same on every
+    device. Keys and ``shape`` are those of ``bits``.
 
     >>> uniform(key(0), (2,))
     tensor([0.3990, 0.8805])
@@ -144,7 +147,8 @@ def normal(
     """Draws normal numbers of mean 0 and deviation 1: Φ⁻¹((bits + ½) / 2³²), at most 6.338 from 0.
 
     They are computed in float64, and rounded to ``dtype`` once. The bits are the same on every
-    device. The last digit of Φ⁻¹ may differ between devices.
+    device. The last digit of Φ⁻¹ may differ between devices. Keys and ``shape`` are those of
+    ``bits``.
 
     >>> normal(key(0), (2,))
     tensor([-0.2558,  1.1776])
@@ -158,6 +162,8 @@ def normal(
 def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
     """Draws True with probability p, rounded to a multiple of 2⁻³².
 
+    Keys and ``shape`` are those of ``bits``. Raises ``ValueError`` unless p is from 0 to 1.
+
     >>> bernoulli(key(0), 0.5, (4,))
     tensor([ True, False, False, False])
     """
@@ -166,6 +172,9 @@ def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
 
 def dropout(x: Tensor, p: float, key: KeyOrPackedKeys) -> Tensor:
     """Returns ``x / (1 - p)``, with 0 where ``bernoulli(key, p)`` is True.
+
+    If p is 0, it returns ``x`` itself, and if p is 1, zeros. Raises ``ValueError`` unless p is from
+    0 to 1, and for keys whose shape does not begin the shape of ``x``.
 
     Keys of shape ``(rows,)`` belong to the rows of ``x``. Each row draws from its own key, by the
     coordinates within the row. So the draw does not depend on the padding, nor on the rest of the
@@ -191,7 +200,7 @@ def dropout(x: Tensor, p: float, key: KeyOrPackedKeys) -> Tensor:
 
 
 def zero_and_rescale(x: Tensor, dropped: Tensor, p: float) -> Tensor:
-    """Returns ``x / (1 - p)``, with 0 where ``dropped`` is True.
+    """Returns ``x / (1 - p)``, with 0 where ``dropped`` is True. If p is 1, the factor is 0.
 
     >>> zero_and_rescale(torch.ones(2), torch.tensor([True, False]), 0.75)
     tensor([0., 4.])
@@ -202,6 +211,8 @@ def zero_and_rescale(x: Tensor, dropped: Tensor, p: float) -> Tensor:
 
 def token_keys(keys: Tensor, segments: Tensor, positions: Tensor) -> PackedKeys:
     """Makes the keys of tokens in rows of several examples, from the leaves of ``pack_documents``.
+
+    Padding gets the key of the row's first example. Raises ``ValueError`` unless the shapes fit.
 
     Args:
         keys: of the examples, ``(rows, most segments of a row)``.
@@ -239,9 +250,12 @@ def with_keys(
 ) -> list[dict[str, Tree]]:
     """Adds a key to each example: ``fold_in(key, number)``, with the example's number in the data.
 
-    Call it before you pack. A key has no dimension, so ``pack`` stacks keys to ``(rows,)``, and
-    ``pack_documents`` to ``(rows, most segments)``. For new noise in each epoch or step, pass
-    ``fold_in(key, step)``.
+    It returns new dicts, and the examples stay as they are. Call it before you pack. A key has no
+    dimension, so ``pack`` stacks keys to ``(rows,)``, and ``pack_documents`` to
+    ``(rows, most segments)``. For new noise in each epoch or step, pass ``fold_in(key, step)``.
+
+    Raises ``ValueError`` if an example has a leaf ``name`` already, or no whole number
+    ``identity``.
 
     Args:
         examples: mappings by name.
@@ -283,7 +297,10 @@ def with_keys(
 
 
 def draw_like(x: Tensor, key: KeyOrPackedKeys, convert: WordFn) -> Tensor:
-    """Draws a word for each element of x, as ``dropout`` does, and returns ``convert(word)``.
+    """Draws 32 bits, a word, for each element of x, and returns ``convert(word)`` in x's shape.
+
+    Keys and coordinates are those of ``dropout``. Raises ValueError if the keys' shape does not
+    begin the shape of x. ``convert`` must work on each element alone.
 
     >>> draw_like(torch.ones(2), key(0), lambda word: word).equal(bits(key(0), (2,)))
     True
@@ -302,7 +319,11 @@ def draw_like(x: Tensor, key: KeyOrPackedKeys, convert: WordFn) -> Tensor:
 
 
 def _draw(key: Tensor, shape: Sequence[int], convert: WordFn) -> Tensor:
-    """Draws ``convert(word)`` for each element; its coordinates are the counters."""
+    """Draws a word for each element, and returns ``convert(word)``: ``(*key.shape, *shape)``.
+
+    The counters of an element are its coordinates in ``shape``. The first dimensions beyond four
+    are folded into the key.
+    """
     _check_keys(key)
     if not shape:
         words = philox(key, (0, 0, 0, 0))
@@ -328,9 +349,10 @@ def _draw_by_fours(
     last_size: int,
     convert: WordFn,
 ) -> Tensor:
-    """Draws along a new last dimension, whose counter is that of a block of four elements.
+    """Draws ``last_size`` elements along the last dimension, where key and coordinates have size 1.
 
-    ``philox`` makes four words from one set of counters. Those beyond ``last_size`` are dropped.
+    Its counter counts blocks of four elements: ``philox`` makes four words from one set of
+    counters. Words beyond ``last_size`` are dropped. Returns ``convert(word)`` of the others.
     """
     num_fours = (last_size + 3) // 4
     fours = torch.arange(num_fours, device=key.device)
@@ -342,7 +364,11 @@ def _draw_by_fours(
 def _draw_for_tokens(
     token_keys: PackedKeys, shape: Sequence[int], convert: WordFn
 ) -> Tensor:
-    """Draws for tokens, each as if its example stood alone: positions are coordinates."""
+    """Draws ``convert(word)`` for tokens, each as if its example stood alone, in this shape.
+
+    A token's coordinate is its position in its example. Raises ValueError unless the shape is one
+    that ``dropout`` takes with ``PackedKeys``.
+    """
     keys = token_keys.keys
     positions = token_keys.positions
     without_heads = (*shape[:-3], *shape[-2:])
@@ -376,7 +402,7 @@ def _draw_for_tokens(
 
 
 def _to_counters(coordinates: Sequence[Tensor]) -> list[_Word]:
-    """Returns coordinates as four counters, the last one first; a missing one is 0."""
+    """Returns coordinates as four counters: the last coordinate first, and 0 for missing ones."""
     missing = [0] * (4 - len(coordinates))
     return [*coordinates[::-1], *missing]
 
@@ -387,7 +413,9 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(key: _Word, counters: Sequence[_Word]) -> _Words:
-    """Computes the four words of a key and four counters, all of which broadcast.
+    """Computes Philox4x32-10: four words of 32 bits, from a key of 64 bits and four counters.
+
+    Key and counters are ints or int64 tensors, and broadcast. Counters have 32 bits.
 
     >>> [hex(word) for word in philox(0, (0, 0, 0, 0))]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
@@ -414,7 +442,10 @@ def philox(key: _Word, counters: Sequence[_Word]) -> _Words:
 
 
 def _make_key(key: Tensor, number: int | Tensor, purpose: int) -> Tensor:
-    """Makes a key from a key, a number and the purpose, with counters that no draw has."""
+    """Makes a key from a key, a whole number of 64 bits and the purpose.
+
+    No draw has its counters. Keys and numbers broadcast.
+    """
     _check_keys(key)
     if isinstance(number, Tensor):
         number = number.to(torch.int64)
@@ -426,9 +457,9 @@ def _make_key(key: Tensor, number: int | Tensor, purpose: int) -> Tensor:
 
 
 def below_probability(p: float) -> Callable[[Tensor], Tensor]:
-    """Makes a predicate of words that is True with probability p, for the lowest words.
+    """Returns a function that is True for words below p · 2³², so with probability p.
 
-    Raises unless p is from 0 to 1.
+    The limit is rounded to a whole number. Raises ValueError unless p is from 0 to 1.
 
     >>> below_probability(0.5)(torch.tensor([2**31 - 1, 2**31]))
     tensor([ True, False])
@@ -440,7 +471,7 @@ def below_probability(p: float) -> Callable[[Tensor], Tensor]:
 
 
 def _check_keys(key: Any) -> None:
-    """Raises unless keys are a tensor of dtype int64."""
+    """Raises TypeError unless keys are a tensor of dtype int64."""
     if not isinstance(key, Tensor) or key.dtype != torch.int64:
         raise TypeError(
             f"{tree.format_leaf(key)} is no key: keys are tensors of dtype int64, as "

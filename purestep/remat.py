@@ -30,8 +30,8 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
     * All ranks call the collectives in ``fn`` again, in the backward pass.
     * torch refuses ``torch.func.grad`` inside ``fn``. Call ``remat`` inside ``grad``, or
       ``torch.autograd.grad(..., create_graph=True)`` inside ``remat``.
-    * Under a transform of ``torch.func``, in forward mode and under a compiler, it is ``fn``
-      itself, and saves no memory.
+    * Under a transform of ``torch.func``, in forward mode, under a compiler and without grad mode,
+      it is ``fn`` itself, and saves no memory.
 
     >>> def block(w, x):
     ...     return torch.tanh(x @ w)

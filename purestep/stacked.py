@@ -18,7 +18,8 @@ class Stacked(Sequence[Microbatch]):
 
     It is a sequence of microbatches, whose leaves are views. Where ``ps.compile`` compiles a whole
     step, one graph serves every number of them from two on: it contains one microbatch, in a loop.
-    Each shape of microbatch has a graph, so pad to few lengths.
+    Each shape of microbatch has a graph, so pad to few lengths. Raises ``ValueError`` unless there
+    are leaves, all of them tensors with the same length of dimension 0.
 
     Attributes:
         batch: the tree.
@@ -57,8 +58,9 @@ class Stacked(Sequence[Microbatch]):
     def let_length_vary(self) -> None:
         """Tells the compiler that one graph is to serve any number of microbatches of this shape.
 
-        By default the compiler makes one graph for the first number, and another one for all
-        others. It also lets shapes vary, at which dropout fails in the body of a loop.
+        It marks the leaves. Without marks the compiler makes one graph for the first number, and
+        another one for all others. It then also lets shapes vary, at which dropout fails in the
+        body of a loop.
         """
         for leaf in tree.leaves(self.batch):
             let_length_vary(leaf)
@@ -72,7 +74,8 @@ def stack(microbatches: Sequence[Microbatch]) -> Stacked:
     or autograd follows the step, it is unrolled.
 
     Raises ``ValueError`` where structures, dtypes or shapes differ: pad such microbatches to one
-    shape, or pass the list itself.
+    shape, or pass the list itself. Raises it also without microbatches. A ``Stacked`` is returned
+    as it is.
 
     >>> group = stack([{"labels": torch.tensor([5, 7])}, {"labels": torch.tensor([3, -100])}])
     >>> group.batch
@@ -89,7 +92,7 @@ def stack(microbatches: Sequence[Microbatch]) -> Stacked:
 
 
 def _check_alike(batches: Sequence[Tree]) -> None:
-    """Raises unless the leaves are tensors, and all batches are like the first but for values."""
+    """Raises ValueError unless the leaves are tensors, and batches differ only in values."""
     first_leaves, first_spec = tree.flatten(batches[0])
     for number, batch in enumerate(batches):
         leaves, spec = tree.flatten(batch)

@@ -27,6 +27,8 @@ _STABLE_KEY_CLASSES = {type(None), str, bytes, bool, int, float, torch.dtype}
 def state_dict(tree: Tree) -> dict[str, Tensor]:
     """Returns the tensors of a tree in a flat dict, named as Python reaches them.
 
+    Of a ``Shard``, it has this rank's part, whose name ends in ``.local``.
+
     Any format can save it: ``torch.save`` with ``torch.load(weights_only=True)``, safetensors,
     ``torch.distributed.checkpoint``. The tensors are detached and contiguous, and no two share
     memory. A leaf that is already so is not copied: a donated step then writes to this dict's
@@ -81,7 +83,11 @@ def load_state_dict(like: Tree, flat: Mapping[str, Tensor]) -> Tree:
 
 
 def named_leaves(tree: Tree) -> NamedLeaves:
-    """Returns tensors and shards by name; a ``Shard`` has the name of the full tensor."""
+    """Returns detached tensors and ``Shard`` nodes by name; names have no ``.local``.
+
+    Raises TypeError for other leaves, and ValueError for keys without a stable ``repr`` and for
+    parts of a wrong shape.
+    """
     leaves = _pair_with_names(tree, hidden_type=Shard)
     _, spec = trees.flatten(tree)
     shard_specs = trees.shard_specs(spec) or [None] * len(leaves)
@@ -94,8 +100,8 @@ def named_leaves(tree: Tree) -> NamedLeaves:
 def _make_named_leaf(name: str, leaf: Any, shard_spec: ShardSpec | None) -> NamedLeaf:
     """Detaches a plain tensor, and wraps it in ``Shard`` again if it is this rank's part of one.
 
-    A tensor is no part if ``shard_spec`` is None or has other dimensions. Raises for anything but
-    a plain tensor, and for a part of a wrong shape.
+    A tensor is no part if ``shard_spec`` is None or has other dimensions. Raises TypeError for
+    anything but a plain tensor, and ValueError for a part of a wrong shape.
     """
     tensor = _detach_plain(name, leaf)
     # An optimizer's step count, in the state of a sharded parameter, is not sharded.
@@ -113,7 +119,7 @@ def local_tensor(leaf: NamedLeaf) -> Tensor:
 
 
 def replace_local(leaf: NamedLeaf, tensor: Tensor) -> NamedLeaf:
-    """Returns ``tensor``, sharded as ``leaf`` is."""
+    """Returns ``tensor``, the part of this rank, in a ``Shard`` like ``leaf`` if that is one."""
     _, spec = trees.flatten(leaf)
     replaced: NamedLeaf = trees.unflatten(spec, [tensor])
     return replaced
@@ -127,7 +133,9 @@ def format_named_leaf(leaf: NamedLeaf) -> str:
 def check_fit(
     actual: Mapping[str, str], expected: Mapping[str, NamedLeaf], source: str
 ) -> None:
-    """Raises unless the saved leaves have the names, dtypes and shapes of ``expected``.
+    """Raises ValueError unless the saved leaves have the names, dtypes and shapes of ``expected``.
+
+    The error lists the first differences.
 
     Args:
         actual: the leaves of the source, formatted as by ``format_named_leaf``.
@@ -154,13 +162,16 @@ def check_fit(
 
 
 def empty_like(leaf: NamedLeaf) -> NamedLeaf:
-    """Allocates memory for a leaf, in its memory order: in another, products round differently."""
+    """Returns a leaf like this one, in new memory without values, which requires no grad.
+
+    It has the memory order of the leaf: in another, products round differently.
+    """
     empty = torch.empty_like(local_tensor(leaf), requires_grad=False)
     return replace_local(leaf, empty)
 
 
 def _named_tensors(tree: Tree) -> dict[str, Tensor]:
-    """Returns the tensors of a tree by name, and raises for other leaves."""
+    """Returns the tensors of a tree by name, detached, and raises TypeError for other leaves."""
     return {name: _detach_plain(name, leaf) for name, leaf in _pair_with_names(tree)}
 
 
@@ -168,6 +179,8 @@ def _pair_with_names(
     tree: Tree, hidden_type: type | None = None
 ) -> list[tuple[str, Any]]:
     """Pairs each leaf with its name, in the order of ``tree.flatten``.
+
+    Raises ValueError for a key without a stable ``repr``, and for two leaves of one name.
 
     Args:
         tree: the tree.
@@ -190,7 +203,7 @@ def _pair_with_names(
 
 
 def _check_unique(names: Collection[str]) -> None:
-    """Raises if two leaves have the same name."""
+    """Raises ValueError if two leaves have the same name."""
     seen = set()
     for name in names:
         if name in seen:
@@ -211,7 +224,10 @@ def _has_stable_repr(key: Any) -> bool:
 
 
 def _detach_plain(name: str, leaf: Any) -> Tensor:
-    """Detaches a leaf, and raises unless it is a plain tensor with values."""
+    """Returns a leaf, detached, with conjugation and negation resolved.
+
+    Raises TypeError unless it is a plain dense tensor with values.
+    """
     if not isinstance(leaf, Tensor):
         raise TypeError(
             f"{name} is {trees.format_leaf(leaf)}: state is tensors alone; make it one, as in "

@@ -21,6 +21,7 @@ from torch import Tensor
 from purestep import hints, tree, validation
 from purestep.axis import Axis, LocalAxis
 from purestep.compiling import Compiler
+from purestep.compiling.graph import CHECK
 from purestep.counts import label_weights, sum_weights, with_weights
 from purestep.grads.accumulate import accumulate_group, profiler_range
 from purestep.grads.backends import GradBackends, make_backends
@@ -72,9 +73,11 @@ SeenSpecs: TypeAlias = dict[Place, deque[tree.TreeSpec]]
 
 
 class SeenParams(NamedTuple):
-    """Remembers the structures of params that a step has checked and compared on each rank.
+    """Remembers the structures of params that a step has seen on each rank.
 
-    ``launches`` are the gathers of their microbatches, which a failed rank runs for the others.
+    ``checked`` need no more checks, and ``comparisons`` are those that ranks have compared.
+    ``launches`` are the gathers of their microbatches. If a rank's loss fails, the rank runs these
+    for the others.
     """
 
     checked: SeenSpecs
@@ -106,8 +109,9 @@ def make_update_step(
     Args:
         loss_fn: ``loss_fn(params, microbatch)`` returns one loss per token, or ``LossOutput``.
         optimizer: a ``ps.optim.Optimizer``; ``optimizer.init(params)`` makes ``opt_state``.
-        weight_fn: ``weight_fn(microbatch)`` returns each token's weight. By default the label
-            counts unless it is -100. None: the loss returns ``LossOutput(weights=)``.
+        weight_fn: ``weight_fn(microbatch)`` returns each token's weight. By default a token counts
+            unless ``microbatch["labels"]`` is -100. None: the loss returns
+            ``LossOutput(weights=)``.
         axis: the ranks over which tokens are spread. Tensor-parallel ranks are not among them.
         normalize: "loss" starts the backward pass from weights / N; "grads" divides the sums.
         grad_and_value: any function with the signature of ``torch.func.grad_and_value``.
@@ -166,13 +170,16 @@ def make_step(
     *,
     notes_launches: bool,
 ) -> UpdateStep[Any, Any]:
-    """Makes the step that sums gradients by ``backends`` and goes on by ``finish``.
+    """Makes the step that sums gradients by ``backends``, and returns the results of ``finish``.
+
+    It sums over the ranks of the axis, which call it together.
 
     Args:
         backends: the gradient backends of the loss.
         settings: how the step counts and sums.
         config: what all ranks must agree on.
-        check: ``check(params, opt_state, microbatches)`` raises, in a first update.
+        check: ``check(params, opt_state, microbatches)`` raises if the step cannot take these.
+            It runs in a first update.
         finish: ``finish(sums, total, params, opt_state)`` returns new ones, and metrics.
         notes_launches: whether ranks note what each microbatch gathers, for later updates.
     """
@@ -239,11 +246,14 @@ def make_step(
         return new_params, new_opt_state, metrics
 
     update_step.__qualname__ = "update_step"  # as errors name it
+    vars(update_step)[CHECK] = check  # a trace has no values to check
     return update_step if gather == "step" else again_if_gathers_vary(update_step)
 
 
 def check_settings(settings: StepSettings, **choices: str) -> dict[str, str]:
-    """Raises if settings are invalid or contradict; returns what all ranks must agree on.
+    """Raises ValueError if settings are invalid, or contradict each other.
+
+    Returns the settings on which all ranks must agree, by name.
 
     ``choices`` are further settings of a step, such as ``on_nonfinite``.
     """
@@ -264,7 +274,8 @@ def check_settings(settings: StepSettings, **choices: str) -> dict[str, str]:
 def normalize_sums(sums: GradSums) -> GradSums:
     """Divides plain sums of gradients and losses by N; in plain eager mode, gradients in place.
 
-    Raises if the host reads an N that the loss's dtype cannot hold.
+    An N of 0 counts as 1. Raises ValueError if the host reads an N that the loss's dtype cannot
+    hold.
 
     >>> from purestep.types import TokenCounts
     >>> counts = TokenCounts(torch.tensor(4), torch.tensor(1))
@@ -289,7 +300,9 @@ def normalize_sums(sums: GradSums) -> GradSums:
 
 
 def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
-    """Returns whether a rank has yet to check params with these containers; False in a trace.
+    """Returns whether a rank has yet to check params with these containers.
+
+    False while a compiler traces, and True for containers that cannot be compared.
 
     >>> seen_specs = {place_of(0, ()): deque([tree.flatten([1, 2])[1]])}
     >>> [needs_checks(seen_specs, 0, params) for params in ([3], [4, 5])]
@@ -313,15 +326,15 @@ def _check_inputs(
     donate: bool,
     params: Params,
     opt_state: OptState,
-    microbatches: Sequence[Microbatch],
+    microbatches: Sequence[Microbatch] = (),
 ) -> None:
-    """Raises if a step cannot run on these; says so if params and opt_state are swapped."""
+    """Raises if a step cannot take these arguments; says so if params and opt_state are swapped."""
     with hints.annotate_swapped_arguments(optimizer.init, params, opt_state):
         validation.check_inputs(params, opt_state, microbatches, axis, donate)
 
 
 def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:
-    """Remembers the containers of params that are checked."""
+    """Adds the containers of checked params to ``seen_specs``, which keeps the last eight."""
     _, spec = tree.flatten(params)
     key = place_of(rank, tree.shard_specs(spec))
     seen_specs.setdefault(key, deque(maxlen=8)).append(spec)
@@ -336,7 +349,11 @@ def finish_step(
     params: ParamsT,
     opt_state: StateT,
 ) -> tuple[ParamsT, StateT, StepMetrics]:
-    """Measures the gradients of all ranks; updates params and state if ``metrics.applied``."""
+    """Returns new params and state, and the metrics; updates only if ``metrics.applied``.
+
+    ``sums`` and ``total`` are those of all ranks. The gradients are consumed, and with ``donate``
+    so are params and state.
+    """
     metrics = measure_step(sums, total, skips_nonfinite=skips_nonfinite)
     with profiler_range("purestep.optimizer"):
         new_params, new_opt_state = apply_update(
@@ -348,7 +365,11 @@ def finish_step(
 def measure_step(
     sums: GradSums, total: TokenCounts, *, skips_nonfinite: bool = False
 ) -> StepMetrics:
-    """Computes the metrics of an update, among them whether it is applied."""
+    """Computes the metrics of an update, among them whether it is applied; detached in eager mode.
+
+    It is applied if N is positive and finite, and with ``skips_nonfinite`` if all gradients are
+    finite, too. For a ``Shard``, collectives include all its ranks.
+    """
     num_tokens = tree.concrete_scalar(total.num_tokens)
     if num_tokens is not None:
         applied = torch.tensor(0 < num_tokens < math.inf, device="cpu")
@@ -386,9 +407,10 @@ def apply_update(
         (θ′, s′) = optimizer(g, s, θ) if applied else (θ, s)
 
     Where a transform, a compiler or autograd follows the values, it is ``optimizer.update`` and a
-    selection. Elsewhere it is ``update_``: on the caller's buffers with ``donate``, otherwise on
-    one copy of them. It consumes the gradients. The host reads an ``applied`` that lies on it, and
-    waits for no device.
+    selection; a graph writes it to the caller's buffers with ``donate``. Elsewhere it is
+    ``update_``: on the caller's buffers with ``donate``, otherwise on one copy of them. It consumes
+    the gradients. The host reads an ``applied`` that lies on it, and waits for no device. Raises
+    ``ValueError`` for params or state that were donated before.
 
     >>> import torch
     >>> from purestep.optim import sgd
@@ -403,7 +425,7 @@ def apply_update(
         leaves, spec = tree.flatten((params, opt_state, grads))
         # By map: an optimizer's leaves are four for each param, and a loop takes twice as long.
         if not tree.is_plain_eager() or any(map(_REQUIRES_GRAD, leaves)):
-            return _apply_recorded(optimizer, grads, opt_state, params, applied)
+            return _apply_recorded(optimizer, grads, opt_state, params, applied, donate)
         num_params = spec.child(0).num_leaves
         num_written = num_params + spec.child(1).num_leaves
         first_leaves = {"params": 0}
@@ -441,15 +463,18 @@ def _apply_recorded(
     opt_state: OptState,
     params: Params,
     applied: Tensor,
+    donate: bool,
 ) -> tuple[Params, OptState]:
     """Updates out of place, so that a transform, a compiler or autograd can follow the values.
 
-    Where ``applied`` is False, params and state stay as they are.
+    Where ``applied`` is False, params and state keep their values. The results are new tensors, but
+    with ``donate`` a graph writes them to its inputs.
     """
     concrete = tree.concrete(applied)
     if concrete is not None and not concrete.any():  # in no member of an ensemble
         params, opt_state = tree.map(torch.clone, (params, opt_state))
         return params, opt_state
     new = optimizer.update(mask_grads(grads, applied), opt_state, params)
-    params, opt_state = tree.where(applied, new, (params, opt_state))
+    new = tree.where(applied, new, (params, opt_state))
+    params, opt_state = tree.copy_((params, opt_state), new, None) if donate else new
     return params, opt_state

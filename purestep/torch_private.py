@@ -29,7 +29,7 @@ _TORCH_2_11 = torch.__version__ < "2.12"
 
 
 def _private(path: str) -> Any:
-    """Returns ``torch.path``; where torch has none, a function that says so."""
+    """Returns ``torch.path``; where torch has none, a function that raises RuntimeError."""
     value: Any = torch
     try:
         for name in path.split("."):
@@ -40,7 +40,7 @@ def _private(path: str) -> Any:
 
 
 def _make_missing(path: str) -> Callable[..., NoReturn]:
-    """Makes a function that raises, and names what torch lacks."""
+    """Makes a function of any arguments that raises RuntimeError, and names what torch lacks."""
 
     def missing(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
@@ -70,9 +70,10 @@ def transforms_differentiate() -> bool:
 
 
 def check_inference_mode() -> None:
-    """Refuses derivatives by ``torch.func`` where torch 2.11 silently gives zeros.
+    """Raises ValueError under ``torch.inference_mode`` of torch 2.11, unless a compiler traces.
 
-    Its ``torch.func`` records nothing under ``torch.inference_mode``; what it compiles is right.
+    There its ``torch.func`` records nothing, so that all derivatives are silently zero. What it
+    compiles is right.
     """
     if not _TORCH_2_11 or torch.compiler.is_dynamo_compiling():
         return
@@ -143,10 +144,11 @@ def checkpoint_frame() -> Any | None:
 
 
 def run_checkpoint(fn: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Calls ``fn`` under ``torch.utils.checkpoint``, which leaves no hooks behind if ``fn`` raises.
+    """Returns ``fn(*tensors)``, run in a checkpoint that leaves no hooks behind if ``fn`` raises.
 
-    torch 2.11's stay until the error's traceback is freed, perhaps by another thread, which has no
-    such hooks. Until then, the hooks of a dead checkpoint take what later steps save.
+    The checkpoint is that of ``torch.utils.checkpoint``, not reentrant. In torch 2.11 its hooks
+    stay until the error's traceback is freed, perhaps by another thread, which has no such hooks.
+    Until then, the hooks of a dead checkpoint take what later steps save.
     """
     if not _TORCH_2_11:
         return checkpoint(fn, *tensors, use_reentrant=False)
@@ -203,7 +205,9 @@ call_module: Callable[..., Any] = _private("nn.Module._call_impl")
 
 
 def replace_call(module: torch.nn.Module, function: Callable[..., Any]) -> None:
-    """Replaces what calls of one module run, by the attribute that ``module.compile()`` sets.
+    """Makes calls of one module run ``function`` instead of the module's hooks and ``forward``.
+
+    It sets the attribute that ``module.compile()`` sets.
 
     >>> layer = torch.nn.Identity()
     >>> replace_call(layer, lambda x: 2 * call_module(layer, x))
@@ -234,7 +238,10 @@ if _TORCH_2_11:
 
 
 def foreach(name: str) -> Callable[..., Any]:
-    """Returns ``torch._foreach_NAME``, one of a family of kernels for lists of tensors."""
+    """Returns ``torch._foreach_NAME``, a kernel for lists of tensors.
+
+    If torch lacks it, the function that is returned raises RuntimeError.
+    """
     kernel: Callable[..., Any] = _private(f"_foreach_{name}")
     return kernel
 
@@ -268,7 +275,10 @@ _gather_out: Callable[..., Tensor] = _private(_GATHER_OUT)
 
 
 def all_gather(flat: Tensor, size: int, group: str) -> Tensor:
-    """Starts to gather a vector of each rank into new memory; ``wait`` waits for the result.
+    """Starts to gather each rank's vector, and returns the new vector of all, in order of rank.
+
+    Pass it to ``wait`` before you read it. ``size`` is the number of ranks, and ``group`` the name
+    of the process group.
 
     Without ``out=``, gloo runs ALLGATHER_COALESCED. That name has over 15 characters, so gloo's two
     workers write it to memory of the heap, without a lock (docs/gloo.md).
@@ -329,7 +339,7 @@ def graph_pass(rewrite: Callable[[Any], None], file: str, extra: str = "") -> An
 
     With a plain function, inductor compiles anew in each process: "Unsupported post grad custom
     pass". The name changes with the ``file`` that holds the pass, and with ``extra``, which is all
-    else that the pass depends on. A torch without the class takes the function.
+    else that the pass depends on. A torch without ``CustomGraphPass`` gets ``rewrite`` itself.
     """
     try:
         from torch._inductor.custom_graph_pass import (
@@ -454,10 +464,10 @@ def call_forward_of_object(attributes: dict[str, Any]) -> None:
 
 
 def check_no_rand_in_trace() -> None:
-    """Refuses a trace that calls ``torch.rand`` where function modes do not see it.
+    """Raises ValueError in a trace of torch 2.11 that has called ``torch.rand`` up to here.
 
-    torch 2.11's compiler hides it from modes: a layer that drops paths by ``torch.rand`` would
-    draw from the global generator, not from its keys.
+    Its compiler hides ``torch.rand`` from function modes: a layer that drops paths by it would
+    draw from the global generator, not from its keys. Does nothing outside of a trace.
     """
     if not _TORCH_2_11:
         return
@@ -481,14 +491,17 @@ onednn_linear: Callable[..., Tensor] = _private("ops.mkldnn._linear_pointwise.de
 
 
 def forward_hooks(module: Any) -> list[Any]:
-    """Lists the hooks on a module's call; none if torch no longer has these attributes."""
+    """Lists a module's hooks before and after ``forward``; none if torch lacks the attributes."""
     pre_hooks = getattr(module, "_forward_pre_hooks", {})
     hooks = getattr(module, "_forward_hooks", {})
     return [*pre_hooks.values(), *hooks.values()]
 
 
 def backward_hooks_of(module: Any) -> dict[int, Any]:
-    """Returns the dict of a module's hooks on its backward pass; an empty one where unknown."""
+    """Returns the dict in which a module keeps its backward hooks, without pre-hooks.
+
+    Returns an empty one if torch no longer has this attribute.
+    """
     hooks: dict[int, Any] = getattr(module, "_backward_hooks", {})
     return hooks
 

@@ -62,7 +62,7 @@ class LossOutput(NamedTuple):
 class LossFn(Protocol[ReadParams]):
     """Computes one loss per token: never a mean, never a sum.
 
-    The call is ``loss_fn(params, microbatch)``.
+    The call is ``loss_fn(params, microbatch)``. It returns the losses, or a ``LossOutput``.
 
     >>> import torch
     >>> def squares(w: Params, microbatch: Microbatch) -> Tensor:

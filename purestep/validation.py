@@ -25,9 +25,10 @@ DONATED = "_donated_to_purestep"
 
 
 def check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> None:
-    """Raises unless ``loss_fn`` and ``weight_fn`` are callable, and ``axis`` is an axis.
+    """Raises TypeError if ``loss_fn`` is not callable, or ``axis`` is not an axis.
 
-    A ``loss_fn`` that is a module with parameters raises, too.
+    A ``weight_fn`` must be callable or None. A ``loss_fn`` that is a module with parameters
+    raises, too.
     """
     check_callable("loss_fn", loss_fn)
     if isinstance(loss_fn, torch.nn.Module) and [*loss_fn.parameters()]:
@@ -42,13 +43,13 @@ def check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> 
 
 
 def check_callable(name: str, value: object) -> None:
-    """Raises if a value cannot be called."""
+    """Raises TypeError, with this name, if a value cannot be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, got {type(value).__name__}")
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """Raises if a value is not one of the choices, a ``Literal``."""
+    """Raises ValueError, with this name, if a value is not one of the choices, a ``Literal``."""
     if value not in get_args(choices):
         text = ", ".join(repr(choice) for choice in get_args(choices))
         raise ValueError(f"{name}={value!r} must be one of {text}")
@@ -57,7 +58,10 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 def check_normalize(
     normalize: str, weight_fn: WeightFn | None, accum_dtype: torch.dtype | None
 ) -> None:
-    """Raises if settings contradict each other, or ``accum_dtype`` cannot hold sums."""
+    """Raises ValueError if ``normalize="loss"`` has no ``weight_fn``.
+
+    Also raises if ``accum_dtype`` is not None, and none of ``FLOAT_DTYPES``.
+    """
     if weight_fn is None and normalize == "loss":
         raise ValueError(
             'weight_fn=None means that the forward pass brings the weights, but normalize="loss" '
@@ -77,7 +81,11 @@ def check_inputs(
     axis: Axis,
     donate: bool,
 ) -> None:
-    """Raises if a step cannot take these params, or if donated leaves share memory."""
+    """Raises if a step cannot take these params, or if donated leaves share memory.
+
+    Memory is not checked where a compiler, a transform or autograd follows these trees.
+    Microbatches are checked only in a list or tuple.
+    """
     check_params(params, axis)
     if donate and tree.is_plain_eager(params, opt_state):
         data = microbatches if isinstance(microbatches, list | tuple) else ()
@@ -85,9 +93,10 @@ def check_inputs(
 
 
 def check_params(params: Params, axis: Axis) -> None:
-    """Raises unless params are dense floating point tensors on one device.
+    """Raises unless params are plain, dense tensors of ``FLOAT_DTYPES`` on one device.
 
-    Also raises for shards of a wrong shape, or over an axis that does not fit the step's ``axis``.
+    A module, a tree without leaves, a DTensor or a meta tensor raises. Also raises for shards of a
+    wrong shape, or over an axis that does not fit the step's ``axis``.
     """
     leaves = tree.leaves(params)
     if isinstance(params, torch.nn.Module):
@@ -128,7 +137,10 @@ def _can_be_param(leaf: Any) -> bool:
 
 
 def check_no_graph(params: Params, axis: Axis) -> None:
-    """Raises if new params have a graph, as of a learning rate: no rank would see all of it."""
+    """Raises ValueError if new params require grad, as where a learning rate does.
+
+    No rank would see the whole graph.
+    """
     if tree.any_requires_grad(params):
         raise ValueError(
             f"a step over {axis} is not recorded, but the new params require grad, as where a "
@@ -137,7 +149,10 @@ def check_no_graph(params: Params, axis: Axis) -> None:
 
 
 def check_no_grad_leaves(params: Params, leaves: Sequence[Any]) -> None:
-    """Raises if leaves of autograd require grad: their graph would grow from step to step."""
+    """Raises TypeError if leaves of autograd require grad: their graph would grow with each step.
+
+    In a transform or a compiler, only an ``nn.Parameter`` is known to be a leaf of autograd.
+    """
     is_plain = tree.is_plain_eager()
     for position, leaf in enumerate(leaves):
         # Under a transform, its own variables look like leaves.
@@ -166,11 +181,33 @@ def mark_donated(leaf: Tensor) -> None:
     leaf.__dict__[DONATED] = True
 
 
-def wrong_length_error(microbatches: Sequence[Microbatch]) -> ValueError:
-    """Returns the error for a sequence that yields more microbatches than its length says."""
+def take_next(
+    remaining: Iterator[Microbatch], microbatches: Sequence[Microbatch]
+) -> Microbatch:
+    """Returns the next microbatch; raises if the sequence yields fewer than its length says.
+
+    >>> take_next(iter([1, 2]), [1, 2])
+    1
+    """
+    for microbatch in remaining:
+        return microbatch
+    raise _wrong_length_error(microbatches, "fewer")
+
+
+def check_all_taken(
+    remaining: Iterator[Microbatch], microbatches: Sequence[Microbatch]
+) -> None:
+    """Raises if the sequence yields more microbatches than its length says: they count nowhere."""
+    for _ in remaining:
+        raise _wrong_length_error(microbatches, "more")
+
+
+def _wrong_length_error(
+    microbatches: Sequence[Microbatch], more_or_fewer: str
+) -> ValueError:
     return ValueError(
-        f"microbatches yields more than the {len(microbatches)} microbatches of its length: what "
-        "is left would count nowhere. Return the number of microbatches from __len__"
+        f"microbatches yields {more_or_fewer} than the {len(microbatches)} microbatches of its "
+        "length: return the number of microbatches from __len__"
     )
 
 
@@ -229,10 +266,17 @@ def _check_shards(params: Params, leaves: Sequence[Tensor], axis: Axis) -> None:
 def check_no_aliasing(
     params: Params, opt_state: OptState, microbatches: Sequence[Microbatch] = ()
 ) -> None:
-    """Raises if donated leaves overlap themselves, or share memory with others or a microbatch."""
+    """Raises ValueError if a donated leaf shares a storage with another one, or with a microbatch.
+
+    Also raises if a leaf has more elements than its storage, as ``expand`` makes it. A leaf without
+    elements shares nothing.
+    """
     owners: dict[torch.UntypedStorage, str] = {}
     for name, leaf in _tensors_by_path((params, opt_state), "(params, opt_state)"):
-        if leaf.numel() * leaf.element_size() > leaf.untyped_storage().nbytes():
+        span = 1
+        for size, stride in zip(leaf.shape, leaf.stride(), strict=True):
+            span += (size - 1) * stride
+        if leaf.numel() > span:
             raise ValueError(
                 f"donate=True needs memory for each element, but {name} overlaps itself, as expand "
                 "makes it: clone it"
@@ -255,7 +299,7 @@ def _check_unaliased(
 
 
 def _tensors_by_path(value: Tree, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yields the path and the tensor of each leaf that has a single storage."""
+    """Yields path and tensor of each strided leaf; nested and sparse ones have several storages."""
     paths = tree.paths(value, name)
     for path, leaf in zip(paths, tree.leaves(value), strict=True):
         if not isinstance(leaf, Tensor) or leaf.is_nested:
@@ -270,7 +314,7 @@ def _path_of(params: Params, position: int) -> str:
 
 @contextmanager
 def forbid_writes(params: Params, leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Raises at the end of the context if the loss has written to params.
+    """Raises ValueError at the end of the context if the loss has written to params.
 
     It checks nothing in a transform or a compiler, nor if any leaf is a tensor of inference mode:
     these have no versions.
@@ -288,10 +332,11 @@ def forbid_writes(params: Params, leaves: Sequence[Tensor]) -> Iterator[None]:
 
 
 def reachable_leaves(terms: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the leaves of autograd by which these terms can be differentiated.
+    """Returns the leaves of autograd in the graphs of these terms, in any order.
 
-    Raises for reentrant checkpoints, whose backward pass may reach params that the outer one skips.
-    torch raises for those that it runs, but not for one behind an input that no param leads to.
+    A term that is a leaf itself has no graph. Raises ValueError for reentrant checkpoints, whose
+    backward pass may reach params that the outer one skips. torch raises for those that it runs,
+    but not for one behind an input that no param leads to.
 
     >>> w = torch.ones((), requires_grad=True)
     >>> reachable_leaves([3 * w])[0] is w
@@ -315,10 +360,11 @@ def reachable_leaves(terms: Sequence[Tensor]) -> list[Tensor]:
 
 
 def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    """Warns if a loss computes with module parameters of which params are copies.
+    """Warns if a loss computes with a module's parameters, of which params are copies.
 
-    So does a penalty over ``module.parameters()`` beside ``apply(params, ...)``. To a step these
-    are constants, so the penalty has no gradient.
+    A penalty over ``module.parameters()`` beside ``apply(params, ...)`` is such a loss. To a step
+    these are constants, so the penalty has no gradient. Copies are known by equal values on the
+    host. It does not warn if the loss reaches no param.
     """
     param_ids = {id(param) for param in params}
     if not any(id(leaf) in param_ids for leaf in leaves):
@@ -348,14 +394,19 @@ def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> Non
 
 
 def _is_same_tensor(x: Tensor, p: Tensor) -> bool:
-    """Returns whether two tensors on the host are equal, and not one number repeated."""
+    """Returns whether two tensors on the host have one dtype and equal values.
+
+    Returns False for one number repeated, for no elements, and for tensors on a device.
+    """
     if not (x.is_cpu and p.is_cpu and x.numel() and x.dtype == p.dtype):
         return False
     return torch.equal(x, p) and bool(x.min() != x.max())
 
 
 class forbid_module_recompute(TorchFunctionMode):  # noqa: N801
-    """Raises if a checkpoint recomputes with the parameters of a module, within this context.
+    """Raises ValueError if a checkpoint recomputes with module parameters, within this context.
+
+    Parameters in the memory of ``leaves``, the params, may be used. It checks nothing in a trace.
 
     ``torch.func.functional_call`` restores the parameters of a module before the backward pass
     begins, so a checkpoint inside of it recomputes with those, not with params. In a backward

@@ -430,3 +430,20 @@ def test_thirty_runs_are_one() -> None:
 
     first_rank_of_first_run = runs[0][0]
     assert_same(runs, [[first_rank_of_first_run] * 4] * 30)
+
+
+def test_a_part_of_a_mesh_is_split_within_each_of_its_groups() -> None:
+    world = ThreadAxis(8)
+    rows, _ = world.split(4, 2)
+    outer, inner = rows.split(2, 2)
+
+    def sums(x: Tensor) -> list[int]:
+        axes = (rows, outer, inner)
+        return [int(axis.apply("psum", x)) for axis in axes]
+
+    powers = [torch.tensor(10**rank) for rank in range(8)]
+    of_rank_0, of_rank_1, *_, of_rank_7 = world.map(sums)(powers)
+
+    assert of_rank_0 == [1010101, 10001, 101]
+    assert of_rank_1 == [10101010, 100010, 1010]
+    assert of_rank_7 == [10101010, 10001000, 10100000]

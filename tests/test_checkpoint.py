@@ -390,7 +390,12 @@ def test_permissions_and_links_stay(path: Path) -> None:
 
 
 LEFT_BY_KILLED_PROGRAMS = ["00000004.0123abcd.unfinished", "00000003.unfinished"]
-NO_STEPS = ["999999999.0123abcd.unfinished", "mine.unfinished", "7.unfinished"]
+NO_STEPS = [
+    "999999999.0123abcd.unfinished",
+    "mine.unfinished",
+    "7.unfinished",
+    "00000001-copy.unfinished",
+]
 FILES_OF_OTHERS = ["notes", "7", "00000001.txt", "00000002.unfinished"]
 
 

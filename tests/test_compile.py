@@ -315,3 +315,36 @@ def test_the_guard_on_functorchs_stack_is_left_out_with_surroundings() -> None:
 
     assert drop_library_guards([guard]) == [True]
     assert drop_guards([guard]) == [False]
+
+
+def test_a_microbatch_without_a_graph_before_one_that_has_it() -> None:
+    """The first reaches one leaf alone; its gradient counts, too."""
+
+    def product(p: Any, x: Tensor) -> Tensor:
+        return (p["a"] * x).flatten()
+
+    params = {"a": torch.tensor(2.0), "unused": torch.tensor(1.0)}
+    row = torch.tensor([1.0, 2.0])
+    square = torch.tensor([[10.0, 20.0], [30.0, 40.0]])
+    new_params = []
+    for compile in (False, partial(torch.compile, backend="eager")):
+        sgd = ps.optim.sgd(1.0)
+        step = ps.make_update_step(
+            product, sgd, weight_fn=lambda x: torch.ones(x.numel()), compile=compile
+        )
+        for group in ([row], [row, row]):
+            step(params, sgd.init(params), group)
+        with torch.compiler.set_stance("eager_on_recompile"):
+            new_params.append(step(params, sgd.init(params), [square, row])[0])
+    assert_same(*new_params)
+
+
+def test_no_options_beside_a_mode() -> None:
+    """An error of the function comes out as it is."""
+
+    def fail(x: Tensor) -> Tensor:
+        raise KeyError(x)
+
+    compiled = ps.compile(fail, mode="default", options=None, backend="eager")
+    with pytest.raises(KeyError):
+        compiled(torch.ones(1))

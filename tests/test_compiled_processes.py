@@ -54,6 +54,28 @@ def test_compiled_step(world: World) -> None:
         on_processes(world, Ranks(1), step_compiled_and_eager, [[]])
 
 
+def step_stacked_and_eager(axis: ps.Axis, group: list[Batch]) -> Any:
+    """Runs the step compiled with a stacked group, and eagerly with the list."""
+    eager = ps.make_update_step(loss_with_aux, SGD, weight_fn=weigh_by_one, axis=axis)
+    compiled = ps.compile(eager, backend="eager", fullgraph=True)
+    return [
+        compiled(make_params(), SGD.init(make_params()), ps.stack(group)),
+        eager(make_params(), SGD.init(make_params()), group),
+    ]
+
+
+def test_compiled_step_of_stacked_groups(world: World) -> None:
+    """T2: each rank has a loop over its microbatches, as many as it holds."""
+    groups = cut_batch(make_batch(8), [[2, 2, 2], [1, 1]])
+    whole_batch = make_arguments(0)
+    whole_batch["loss_fn"] = loss_with_aux
+    whole_batch["microbatches"] = cut_batch(make_batch(8), [[2, 2, 2, 1, 1]])[0]
+    expected = run_step(ps.LocalAxis(), whole_batch)
+
+    for results in on_processes(world, Ranks(2), step_stacked_and_eager, groups):
+        assert_same(results, [expected] * 2)
+
+
 def gather_compiled_and_eager(
     ranks: Any, rank: int, gather: Gather, fullgraph: bool
 ) -> Any:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 import purestep as ps
 from purestep import tree
+from support.purity import storages_in
+from support.strategies import assert_same
 from tests.line_problem import MICROBATCH, PARAMS, SGD, loss_fn, weight_fn
 
 
@@ -63,6 +65,7 @@ class Memory(NamedTuple):
             x=lambda eight: eight[2:4],
         ),
         Memory(ITSELF, a=lambda eight: eight.expand(2, 8)),
+        Memory(ITSELF, a=lambda eight: eight[:1].expand(4)),
         Memory(ITSELF, a=lambda eight: eight.unfold(0, 3, 1)),
         # A leaf with gaps, or in another order, is given away like any other.
         Memory(ALLOWED, a=lambda eight: eight.unfold(0, 3, 3)),
@@ -101,6 +104,25 @@ def test_leaves_and_data_that_share_memory_are_refused(case: Memory) -> None:
     for name, leaf in new.items():
         assert leaf.data_ptr() == params[name].data_ptr()
         assert torch.equal(leaf, expected[name])
+
+
+def test_a_compiled_step_writes_to_what_is_donated() -> None:
+    """The whole step is one graph: its first call makes the checks that a trace cannot make."""
+    step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn, donate=True)
+    expected = step(tree.map(torch.clone, PARAMS), SGD.init(PARAMS), [MICROBATCH])
+    params = tree.map(torch.clone, PARAMS)
+    opt_state = SGD.init(params)
+    before = storages_in((params, opt_state))
+    compiled = ps.compile(step, fullgraph=True, backend="aot_eager")
+    group = [{**MICROBATCH, "view": params["w"].view(-1)}]
+    with pytest.raises(ValueError, match=r"microbatches\[0\]\['view'\] shares"):
+        compiled(params, opt_state, group)
+    assert_same(params, PARAMS)
+
+    *state, metrics = compiled(params, opt_state, [MICROBATCH])
+
+    assert storages_in(state) == before
+    assert_same((*state, metrics), expected)
 
 
 def test_a_call_under_a_transform_does_not_make_the_checks_of_later_ones() -> None:

@@ -612,6 +612,10 @@ def test_arguments_that_cannot_be_pickled_reach_no_rank() -> None:
     with World(2, timeout=30) as world:
         with pytest.raises(Exception, match="pickle"):
             world.run(max, [1, lambda: None])
+        with pytest.raises(ValueError, match="pass a value for each rank"):
+            world.run(max, [1, 2, 3])
+        with pytest.raises(ValueError, match="pass a value for each rank"):
+            world.run(max, [1])
         assert world.run(max, [3, 4]) == [3, 4]
 
 

@@ -422,3 +422,33 @@ def test_each_row_of_threads_compares_its_ranks() -> None:
             step(*arguments)
 
     axis.map(program)(range(4))
+
+
+def test_ranks_of_two_further_axes_raise_together() -> None:
+    """Rank 3 shares no axis with rank 0, whose gradient is another, and waits for no other rank."""
+    world = ThreadAxis(4)
+    columns, rows = world.split(2, 2)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        scaled = params["b"] * (1 + (world.rank == 0))
+        of_shards = ps.unshard(params["w"]).sum() * ps.unshard(params["v"]).sum()
+        return x.square().sum(-1) * of_shards + scaled - scaled.detach()
+
+    step = ps.make_update_step(loss_fn, SGD, weight_fn=weigh_ones)
+
+    def program(rank: int) -> str:
+        ones = torch.ones(2).double()
+        params = {
+            "b": torch.tensor(2.0).double(),
+            "v": ps.shard(ones, columns),
+            "w": ps.shard(ones, rows),
+        }
+        with pytest.raises(ValueError, match="grad") as info:
+            step(params, SGD.init(params), [make_rows(2)])
+        return str(info.value)
+
+    *differing, of_rank_3 = world.map(program)(range(4))
+
+    for message in differing:
+        assert "params['b'] is the same on all ranks" in message
+    assert "have summed different losses or gradients: see their errors" in of_rank_3

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
+from purestep.nn.attention import compute_attention
 from purestep.random import bernoulli, fold_in, key as make_key, split, with_keys
 from support.strategies import assert_same
 from support.torch_private import attention_in_steps
@@ -419,6 +420,14 @@ class CausalAttention(nn.Module):
         return functional.scaled_dot_product_attention(
             self.scale * x, x, x, dropout_p=0.5, is_causal=True
         )
+
+
+def test_a_mask_beside_causal_attention_is_refused() -> None:
+    """As torch does where nothing is dropped."""
+    x = torch.eye(3)[None]
+    for rate in (0.5, 0.0):
+        with pytest.raises((ValueError, RuntimeError), match="attn_mask"):
+            compute_attention(lambda weights, p: weights, x, x, x, x > 0, rate, True)
 
 
 def test_causal_attention_of_one_text_under_vmap() -> None:

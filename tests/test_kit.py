@@ -276,6 +276,9 @@ def test_a_refusal_is_no_wrong_number() -> None:
 def test_an_object_that_is_no_trainer(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"ps.testing.loop\(update\)"):
         ps.testing.run_laws(wrong, ["T1"])
+    test: Any = ps.testing.law_tests(lambda: wrong, ["T2"])
+    with pytest.raises(TypeError, match=r"ps.testing.loop\(update\)"):
+        test("T2")
 
 
 @pytest.mark.parametrize(
@@ -476,6 +479,20 @@ def impure(model: Any, optimizer: Any, microbatches: Batches, problem: Problem) 
     torch.manual_seed(0)
     for batch in microbatches:
         batch["y"].zero_()
+
+
+def widen(model: Any, optimizer: Any, microbatches: Batches, problem: Problem) -> None:
+    """Updates correctly, but changes a setting that stays changed after the first call."""
+    torch.set_default_dtype(torch.float64)
+    right(model, optimizer, microbatches, problem)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_global_state_that_the_first_run_changes(ranks: int) -> None:
+    """It is put back before the next run, in each process."""
+    trainer = ps.testing.loop(widen, capabilities=Capabilities(ranks=ranks))
+    (verdict,) = ps.testing.run_laws(trainer, ["T6"], cases=6, shrink=0)
+    assert verdict.parts["global state"].status == "wrong"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

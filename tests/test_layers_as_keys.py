@@ -245,6 +245,24 @@ def test_a_hook_fills_a_dict_by_layer(make_hook: Any, looked_before: bool) -> No
     assert list(features) == [module[1]]
 
 
+def test_a_dict_by_layer_keeps_its_order() -> None:
+    module = network()
+    order: list[Any] = []
+    values: dict[Any, str] = {module[1]: "second", "name": "text", module[0]: "first"}
+
+    def look(layer: nn.Module, args: Any, output: Tensor) -> None:
+        order.append(([*values.values()], values[layer]))
+
+    module[0].register_forward_hook(look)
+    params, apply = ps.from_module(module)
+    apply(params, X)
+
+    expected = ["second", "text", "first"]
+    assert order == [(expected, "first")]
+    assert [*values.values()] == expected
+    assert [*values] == [module[1], "name", module[0]]
+
+
 def test_a_hook_that_raises_leaves_the_modules_own_keys() -> None:
     module = network()
     layer = module[1]

@@ -187,6 +187,7 @@ def test_mse_is_torchs_over_all_rows() -> None:
     assert_same(by_unit_dims[1], by_row)
     assert_same(by_unit_dims[2], squares.mean(2))
     assert_same(by_unit_dims[3], squares)
+    assert_same(mse(x.long(), y.long()), by_row)
     torch.testing.assert_close(by_row.mean(), mean)
 
 
@@ -308,7 +309,11 @@ REFUSED: list[tuple[Call, str]] = [
     ),
     (
         lambda: linear_kl_divergence(SQUARE, SQUARE, SQUARE, COLUMN),
-        r"weight of shape \(2, 1\) against hidden",
+        r"teacher_weight of shape \(2, 1\) against teacher_hidden",
+    ),
+    (
+        lambda: linear_kl_divergence(SQUARE, SQUARE, COLUMN, SQUARE),
+        r"teacher_weight of shape \(2, 2\) against teacher_hidden of shape \(2, 1\)",
     ),
     (
         lambda: mse(SQUARE, COLUMN),

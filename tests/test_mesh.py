@@ -150,6 +150,18 @@ def check_axes_of_a_grid(rank: int) -> None:
     assert cp_axis != ps.MeshAxis(grid(), "dp")
 
 
+def check_axes_of_two_meshes(rank: int) -> None:
+    """Raises where an axis of another mesh has the names, but not the ranks, of a dimension."""
+    other_grid = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "cp"))
+    both = ps.MeshAxis(grid(), ("dp", "cp"))
+    with pytest.raises(ValueError, match="make both axes of one mesh"):
+        both.complement(ps.MeshAxis(other_grid, "cp"))
+    dp = both.complement(ps.MeshAxis(grid(), "cp"))
+    assert dp.global_ranks == {rank, (rank + 2) % 4}
+    with pytest.raises(ValueError, match="make both axes of one mesh"):
+        both.complement(ps.MeshAxis(other_grid, "cp"))
+
+
 def check_sums_through_local_parts(rank: int) -> None:
     """Accumulates gradients of distributed params that share their memory."""
     mesh = DeviceMesh("cpu", [0, 1, 2, 3])
@@ -174,7 +186,12 @@ def check_sums_through_local_parts(rank: int) -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [check_refusals, check_axes_of_a_grid, check_sums_through_local_parts],
+    [
+        check_refusals,
+        check_axes_of_a_grid,
+        check_axes_of_two_meshes,
+        check_sums_through_local_parts,
+    ],
 )
 def test_on_every_rank(world: World, program: Callable[[int], None]) -> None:
     values(world.run(program))

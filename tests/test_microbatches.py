@@ -420,7 +420,17 @@ class Understated(Sequence[Tensor]):
         return [torch.ones(2), torch.ones(2)][index]
 
 
-def test_microbatches_beyond_the_length_are_refused() -> None:
+class Overstated(Sequence[Any]):
+    """Says that it has two microbatches, but yields one."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> Any:
+        return [torch.ones(2)][index]
+
+
+def test_another_number_of_microbatches_than_the_length_is_refused() -> None:
     """Where the loss returns the weights, a sequence is read as it goes."""
 
     def loss_fn(w: Tensor, x: Tensor) -> ps.LossOutput:
@@ -434,3 +444,7 @@ def test_microbatches_beyond_the_length_are_refused() -> None:
         step(w, sgd.init(w), Understated())
     with pytest.raises(ValueError, match="yields more than the 1 microbatches"):
         evaluate(w, Understated())
+    with pytest.raises(ValueError, match="yields fewer than the 2 microbatches"):
+        step(w, sgd.init(w), Overstated())
+    with pytest.raises(ValueError, match="yields fewer than the 2 microbatches"):
+        evaluate(w, Overstated())

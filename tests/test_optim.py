@@ -12,7 +12,7 @@ from torch import Tensor
 
 import purestep as ps
 from purestep import tree
-from purestep.optim.arithmetic import FOREACH
+from purestep.optim.arithmetic import FOREACH, LEAF
 from purestep.optim.elementwise import compute_updates_
 from purestep.step import apply_update
 from support.purity import storages_in
@@ -549,3 +549,11 @@ def test_what_is_refused(call: Any, error: type[Exception], message: str) -> Non
     """Refuses arguments, masks and rates where the optimizer is made or initialised."""
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("x", [0.0, 4.0, INF, NAN, -1.0])
+def test_roots_are_torchs(x: float) -> None:
+    """A state that is not finite stays so, as on a device."""
+    roots = [*FOREACH.sqrt([torch.tensor(x)]), LEAF.sqrt(torch.tensor(x))]
+    for root in roots:
+        torch.testing.assert_close(root, torch.tensor(x).sqrt(), equal_nan=True)

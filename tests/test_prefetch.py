@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from purestep.counts import with_weights
+from purestep.grads.per_microbatch import JOIN, pad_microbatches
 
 TIMEOUT = 60
 
@@ -93,6 +95,24 @@ def test_prefetch_copies_again_one_at_a_time() -> None:
     assert len(copies) == 4
     count = ps.count_tokens(group, lambda m: zero_labels(m) * 2).num_tokens
     assert count == 12, "by weights of another kind"
+
+
+def test_prefetch_keeps_to_its_depth_where_other_ranks_have_more() -> None:
+    """The group that joins their collectives is not brought to the device as a whole."""
+    copies: list[Tensor] = []
+    source = [[observed(copies.append) for _ in range(6)]]
+    groups = ps.prefetch(source, "cpu", depth=1, weight_fn=zero_labels)
+    group = next(groups)
+    padded = pad_microbatches(
+        with_weights(group, zero_labels), 8, "microbatch", zero_labels
+    )
+
+    microbatches = iter(padded.microbatches)
+    next(microbatches)
+
+    assert len(copies) == 1
+    assert len(padded.microbatches) == 8
+    assert [*microbatches][-2:] == [JOIN, JOIN] == padded.microbatches[6:]
 
 
 def test_prefetch_does_not_touch_what_is_no_tensor() -> None:

@@ -152,6 +152,13 @@ def test_global_norm() -> None:
     assert tree.global_norm(()) == 0
 
 
+def test_empty_leaves_are_finite_on_their_device() -> None:
+    """A rank may hold nothing of a leaf, and sums this over the others on the device."""
+    empty = torch.zeros(0, device="meta")
+    assert tree.all_finite([empty]).device == empty.device
+    assert tree.all_finite([torch.zeros(0)])
+
+
 def derive_forward(function: Callable[[Any], Tensor], primals: Any) -> Tensor | None:
     """Differentiates along ones, by dual numbers without functorch."""
     with forward_ad.dual_level():

@@ -43,7 +43,7 @@ class Axis(Protocol):
 
     @property
     def is_multi_program(self) -> bool:
-        """Returns whether each rank runs its own program, as processes do: a ``ProcessAxis``."""
+        """Returns whether each rank runs its own program, as the ranks of a ``ProcessAxis`` do."""
 
     @property
     def global_ranks(self) -> frozenset[int]:
@@ -52,8 +52,8 @@ class Axis(Protocol):
     def apply(self, op: str, x: Tensor) -> Tensor:
         """Runs psum, pvary, all_gather or psum_scatter on one tensor.
 
-        all_gather returns a new dimension 0 over the ranks; psum_scatter takes one, and removes it.
+        all_gather adds a dimension 0 over the ranks. psum_scatter takes one, and removes it.
         """
 
     def apply_tree(self, op: str, x: Any) -> Any:
-        """Runs psum or pvary on every leaf; all are floats or int64."""
+        """Runs psum or pvary on every leaf; psum gets floats, complex numbers and int64 alone."""

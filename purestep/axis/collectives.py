@@ -24,7 +24,7 @@ SUM_DTYPES = {torch.int64, *tree.FLOAT_DTYPES}
 
 
 def check_axis(axis: Axis) -> None:
-    """Raises if ``axis`` is not an axis object, and says how to make one.
+    """Raises ``TypeError`` unless ``axis`` is an axis object, and says how to make one.
 
     >>> check_axis("dp")
     Traceback (most recent call last):
@@ -92,7 +92,7 @@ def psum(x: Tree, axis: Axis) -> Tree:
 
 
 def _integers_to_int64(x: Tree) -> Tree:
-    """Casts bools and integers to int64, so that sums do not overflow."""
+    """Casts bools and integers to int64, so that sums do not overflow; other leaves stay."""
 
     def cast(leaf: Tensor) -> Tensor:
         if leaf.is_floating_point() or leaf.is_complex():
@@ -106,7 +106,7 @@ def _integers_to_int64(x: Tree) -> Tree:
 
 
 def pmean(x: Tree, axis: Axis) -> Tree:
-    """Takes the mean of each leaf over all ranks.
+    """Takes the mean of each leaf over all ranks; that of integers and bools is a float.
 
     For a mean over tokens, ``psum`` the sums and the counts, and divide.
 
@@ -136,7 +136,10 @@ def pvary(x: Tree, axis: Axis) -> Tree:
 
 
 def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tree:
-    """Stacks each leaf of all ranks along a new ``dim``, in order of rank; ``tiled`` joins them.
+    """Stacks each leaf of all ranks along a new ``dim``, in order of rank.
+
+    ``tiled`` concatenates them along an existing ``dim`` instead. Every rank gets the same. The
+    backward pass runs ``psum_scatter``.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -159,7 +162,9 @@ def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tre
 def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tree:
     """Sums each leaf over all ranks, and keeps rank r's slice of the sum along ``dim``.
 
-    ``dim`` has one entry per rank, and disappears. ``tiled`` cuts it into equal blocks instead.
+    ``dim`` has one entry per rank, and disappears. ``tiled`` cuts it into equal blocks instead. A
+    ``dim`` of another size raises ``ValueError``. Integers and bools are summed in int64. The
+    backward pass runs ``all_gather``.
 
     >>> import torch
     >>> from purestep import VmapAxis

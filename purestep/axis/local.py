@@ -26,7 +26,7 @@ class LocalAxis:
         return torch.zeros((), dtype=torch.int64)
 
     def apply(self, op: str, x: Tensor) -> Tensor:
-        """Runs a collective over a single rank."""
+        """Returns ``x``; all_gather adds a dimension 0 of size 1, and psum_scatter removes it."""
         if op == "all_gather":
             return x.unsqueeze(0)
         if op == "psum_scatter":

@@ -104,7 +104,7 @@ class MeshAxis(ProcessAxis):
 
     @property
     def has_host_backend(self) -> bool:
-        """Returns whether its group has a backend for the host, as "cpu:gloo,cuda:nccl" has."""
+        """Returns whether the group has a backend for the host, as "cpu:gloo,cuda:nccl" has."""
         return self.on_host or "cpu:" in dist.get_backend_config(self._group)
 
     @property
@@ -126,9 +126,10 @@ class MeshAxis(ProcessAxis):
         return hash(self._process_group)
 
     def launch(self, x: Tensor, op: str = "psum") -> Wait:
-        """Launches a collective on contiguous memory, and returns the function that waits for it.
+        """Launches a collective on contiguous memory, and returns a function that waits for it.
 
-        A psum is written into ``x``. The result of another op is a new vector.
+        That function returns the result: ``x`` itself, overwritten, after a psum, and a new
+        vector after another op. Both raise ``RankError`` if the connection is lost.
         """
         if op == "psum":
             return self._launch_psum(x)
@@ -153,7 +154,7 @@ class MeshAxis(ProcessAxis):
         return wait
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Returns the values of all processes, in order of rank."""
+        """Gathers a picklable value of each process; each gets all of them, in order of rank."""
         values: list[Any] = [None] * self.size
         with explain_lost_ranks(self.process_group):
             dist.all_gather_object(values, value, group=self._group)
@@ -173,9 +174,15 @@ class MeshAxis(ProcessAxis):
                 f"dimensions {self.dims}: make both axes of one mesh, by the names of its "
                 "dimensions"
             )
-        if others in self._complements:
-            return self._complements[others]
-        axis = MeshAxis(self._full_mesh, others, bucket_bytes=self.bucket_bytes)
+        axis = self._complements.get(others)
+        if axis is None:
+            axis = MeshAxis(self._full_mesh, others, bucket_bytes=self.bucket_bytes)
+        # Dimensions of another mesh may have the same names.
+        if len(axis.global_ranks & inner.global_ranks) > 1:
+            raise ValueError(
+                f"a tensor is sharded over {inner}, which has ranks in common with {axis} of "
+                f"{self}: make both axes of one mesh"
+            )
         if not torch.compiler.is_dynamo_compiling():
             # torch 2.11's compiler keeps no process group that it has met in a trace.
             self._complements[others] = axis
@@ -186,14 +193,17 @@ class MeshAxis(ProcessAxis):
 
 
 class MeshGroup(NamedTuple):
-    """Names a process group, which a compiler can hold as a constant."""
+    """Names a process group, as a constant that a compiler can hold, and runs its collectives."""
 
     name: str
     size: int
     dims: str
 
     def begin(self, op: str, flat: Tensor) -> Tensor:
-        """Launches a collective on a vector, by the functional collectives, which compile."""
+        """Launches a collective on a vector, by the functional collectives, which compile.
+
+        Returns the result as a new vector, which ``torch_private.wait`` must wait for.
+        """
         if op == "psum":
             return torch_private.all_reduce(flat, "sum", self.name)
         if op == "all_gather":
@@ -201,7 +211,10 @@ class MeshGroup(NamedTuple):
         return torch_private.reduce_scatter(flat, "sum", self.size, self.name)
 
     def run(self, op: str, x: Tensor) -> Tensor:
-        """Runs a collective on a plain tensor."""
+        """Runs a collective on a plain tensor, and waits for the result: for pvary, a view.
+
+        Raises ``RankError`` if the connection is lost.
+        """
         if op == "pvary":
             return x.view_as(x)
         with explain_lost_ranks(self):
@@ -219,7 +232,7 @@ class MeshGroup(NamedTuple):
 
 
 def current_device(device_type: str) -> torch.device:
-    """Returns the device of this type on which the process computes, with its index.
+    """Returns the device of this type on which the process computes; an accelerator with its index.
 
     >>> current_device("cpu")
     device(type='cpu')
@@ -239,7 +252,10 @@ LOST_CONNECTION = re.compile(
 
 @contextmanager
 def explain_lost_ranks(group: object) -> Iterator[None]:
-    """Turns a broken connection into a ``RankError`` that says what to look for."""
+    """Turns a lost connection or a timeout in the block into a ``RankError`` with advice.
+
+    Other errors pass.
+    """
     try:
         yield
     except RuntimeError as error:

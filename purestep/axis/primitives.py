@@ -14,10 +14,11 @@ BatchRule: TypeAlias = Callable[[Tensor, int | None, int], tuple[Tensor, int | N
 
 
 class Collective(NamedTuple):
-    """Holds a collective's transpose by name, and its rule for a dimension over all ranks.
+    """Holds the name of a collective's transpose, and its batching rule under ``torch.vmap``.
 
-    ``batch_rule(x, dim, size)`` returns the result and its dimension over ranks. ``dim`` is None
-    if x is the same on every rank, and the rule returns None if the result is.
+    ``batch_rule(x, dim, size)`` runs the collective on a tensor whose dimension ``dim`` runs over
+    ranks. It returns the result and its dimension over ranks. ``dim`` is None if x is the same
+    on every rank, and the rule returns None if the result is.
     """
 
     transpose: str
@@ -70,7 +71,7 @@ class ProcessGroup(Protocol):
     """Runs collectives over ranks that run their own programs: not torch's class of this name."""
 
     def run(self, op: str, x: Tensor) -> Tensor:
-        """Runs a collective, to which each rank brings one plain tensor."""
+        """Runs a collective, to which each rank brings one plain tensor, and returns the result."""
 
 
 class _CollectiveFunction(Function):
@@ -78,7 +79,8 @@ class _CollectiveFunction(Function):
 
     Ranks that run their own programs form the process group ``process_group``. Ranks of one
     program are a dimension of ``torch.vmap``: only the axis's own vmap batches ``rank_index``. Any
-    other vmap is an ensemble, whose dimension passes through as the last one.
+    other vmap is an ensemble, whose dimension passes through as the last one. With neither a
+    process group nor the axis's vmap, it raises ``RuntimeError``.
     """
 
     @staticmethod
@@ -132,7 +134,7 @@ class _CollectiveFunction(Function):
 def apply_function(
     x: Tensor, rank_index: Tensor | None, op: str, process_group: ProcessGroup | None
 ) -> Tensor:
-    """Runs a collective on one tensor, as autograd and functorch see it."""
+    """Runs a collective on one tensor, with gradients, tangents and batching."""
     apply: Callable[..., Tensor] = _CollectiveFunction.apply
     return apply(x, rank_index, op, process_group)
 
@@ -143,7 +145,7 @@ def apply_op(
     op: str,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Runs a collective on one tensor, also in a trace."""
+    """Runs a collective as ``apply_function`` does, also while ``torch.compile`` traces."""
     if torch.compiler.is_dynamo_compiling():
         # Marks ``apply_function`` for the compiler on import, which takes time.
         from purestep.axis import allow_in_graph

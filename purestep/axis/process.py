@@ -49,7 +49,7 @@ class GatherLog(NamedTuple):
 
 
 class ProcessAxis(ABC):
-    """Ranks that run programs of their own, and may therefore disagree.
+    """Runs collectives over ranks that each run their own program, and may therefore disagree.
 
     Collectives run in the process group ``process_group``, on one plain tensor of each rank on
     ``device``.
@@ -91,11 +91,11 @@ class ProcessAxis(ABC):
         return frozenset()
 
     def start_gather_log(self, log: GatherLog) -> None:
-        """Starts to note in a log what this rank gathers and scatters."""
+        """Starts to note in ``log`` what this rank gathers and scatters; ends an earlier log."""
         self._gather_logs[self.rank, self.global_ranks] = log
 
     def begin_gather(self, name: str) -> None:
-        """Notes that this rank gathers params that go by this name, until ``end_gather``."""
+        """Notes in the log, if any, that this rank gathers params ``name`` until ``end_gather``."""
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
             log.names.append(name)
@@ -108,7 +108,10 @@ class ProcessAxis(ABC):
             log.current.pop()
 
     def log_launch(self, op: str, x: Tensor) -> None:
-        """Notes what this rank is about to gather or scatter; a listener of the log may raise."""
+        """Notes in the log, if any, what this rank is about to gather or scatter.
+
+        Calls the log's listeners, which may raise.
+        """
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
             unit = "".join(log.current[-1:])
@@ -128,7 +131,7 @@ class ProcessAxis(ABC):
 
     @property
     def on_host(self) -> bool:
-        """Returns whether tensors of the ranks can be read without waiting for a device."""
+        """Returns whether the ranks compute on the host, so that no read waits for a device."""
         return self.device.type == "cpu"
 
     @property
@@ -143,7 +146,11 @@ class ProcessAxis(ABC):
         return apply_op(x, None, op, self.process_group)
 
     def apply_tree(self, op: str, x: Tree) -> Tree:
-        """Runs psum or pvary on every leaf; small leaves of one dtype are summed together."""
+        """Runs psum or pvary on every leaf; psum sums small leaves of one dtype together.
+
+        The sums lie on the devices of the leaves. Under a transform or with gradients, each leaf
+        is summed alone.
+        """
         leaves, spec = tree.flatten(x)
         if not tree.is_plain_eager(leaves):
             return tree.map(lambda leaf: self.apply(op, leaf), x)
@@ -160,7 +167,11 @@ class ProcessAxis(ABC):
         return tree.unflatten(spec, totals)
 
     def _sum_leaves(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Sums leaves over the ranks, in vectors of at most ``bucket_bytes`` or of one leaf."""
+        """Sums leaves over the ranks, in vectors of at most ``bucket_bytes`` or of one leaf.
+
+        Returns new tensors, which may be views of one vector, with the strides of the leaves. Those
+        of sparse leaves are dense.
+        """
         leaves = [leaf.to_dense() if leaf.is_sparse else leaf for leaf in leaves]
         totals = [
             torch.empty_like(leaf) if not leaf.numel() else leaf for leaf in leaves
@@ -180,10 +191,10 @@ class ProcessAxis(ABC):
 
     @abstractmethod
     def launch(self, x: Tensor, op: str = "psum") -> Wait:
-        """Launches a collective on contiguous memory, and returns the function that waits for it.
+        """Launches a collective on contiguous memory, and returns a function that waits for it.
 
-        A psum is written into ``x``. The result of another op is new memory, whose shape
-        depends on the class of the axis.
+        That function returns the result: ``x`` itself, overwritten, after a psum. The result of
+        another op is new memory, whose shape depends on the class of the axis.
         """
 
     @abstractmethod
@@ -191,7 +202,10 @@ class ProcessAxis(ABC):
         """Returns the axis over those of its ranks that have this rank's index along ``inner``."""
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in order of rank, to explain an error."""
+        """Gathers a value of each rank, in order of rank, to explain an error.
+
+        Raises ``NotImplementedError`` unless the class of the axis implements it.
+        """
         raise NotImplementedError(f"{self} has no gather_object")
 
 

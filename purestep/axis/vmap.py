@@ -47,9 +47,9 @@ class VmapAxis:
         *,
         randomness: Literal["error", "same", "different"] = "error",
     ) -> Callable[..., Any]:
-        """Makes a function that runs ``fn`` on every rank.
+        """Makes a function of positional arguments that runs ``fn`` on every rank.
 
-        ``in_dims`` and ``out_dims`` are as in ``torch.vmap``, for trees: an integer is the
+        ``in_dims`` and ``out_dims`` are as in ``torch.vmap``, for trees. An integer is the
         dimension of the leaves that runs over ranks, None means that every rank has the same. An
         output of ``out_dims=None`` must really be the same, which is checked: it comes from
         ``psum`` or from shared inputs. ``randomness`` is that of ``torch.vmap`` as well, for
@@ -87,7 +87,7 @@ class VmapAxis:
 
     @property
     def index(self) -> Tensor:
-        """Returns the index of this rank, from 0 to size - 1, inside of ``map``."""
+        """Returns this rank's index, below the size; raises ``RuntimeError`` outside of ``map``."""
         rank_index = _rank_indices().get(self)
         if rank_index is None:
             raise RuntimeError(
@@ -97,7 +97,7 @@ class VmapAxis:
         return rank_index
 
     def apply(self, op: str, x: Tensor) -> Tensor:
-        """Runs a collective over the vmap dimension of ``map``."""
+        """Runs a collective over the ranks of ``map``; raises ``RuntimeError`` outside of it."""
         return apply_op(x, self.index, op)
 
     def apply_tree(self, op: str, x: Tree) -> Tree:
@@ -121,7 +121,7 @@ def _rank_indices() -> dict[VmapAxis, Tensor]:
 def bind_rank_indices(
     axes: Sequence[VmapAxis], indices: Sequence[Tensor]
 ) -> Iterator[None]:
-    """Sets the rank indices of axes in this thread, inside the ``with``."""
+    """Sets the rank indices of axes in this thread, inside the ``with``; other axes keep theirs."""
     outer = _rank_indices()
     _thread.rank_indices = outer | dict(zip(axes, indices, strict=True))
     try:
@@ -131,7 +131,10 @@ def bind_rank_indices(
 
 
 def _broadcast_dims(dims: Any, args: Tree, name: str) -> list[int | None]:
-    """Returns the dimension of every leaf of ``args``; the tree ``dims`` may be a prefix of it."""
+    """Returns the dimension of every leaf of ``args``; the tree ``dims`` may be a prefix of it.
+
+    Raises ``ValueError``, which calls ``dims`` by ``name``, if it does not fit.
+    """
     try:
         # A None in ``dims`` is a value, and one in ``args`` an empty subtree.
         leaf_dims = optree.broadcast_prefix(

@@ -25,7 +25,10 @@ UNFINISHED = ".unfinished"
 
 
 def write_file(path: File, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors and a checksum to a file; an older file is replaced atomically."""
+    """Writes tensors and a checksum to a file; an older file is replaced atomically.
+
+    Raises ``OSError`` with the path if that fails, and leaves the older file as it was.
+    """
     sorted_tensors = {
         name: tensors[name].cpu().contiguous() for name in sorted(tensors)
     }
@@ -61,7 +64,7 @@ class SavedLeaves(NamedTuple):
 
 
 def read_file(path: File, like: NamedLeaves) -> SavedLeaves:
-    """Reads the leaves of ``like`` from a file; of a ``Shard``, this rank's part.
+    """Reads the leaves of ``like`` from a file to their devices; of a ``Shard``, this rank's part.
 
     Raises ``ValueError`` if the file is damaged, or if names, shapes or dtypes differ from
     ``like``. The ``save_id`` is the checksum.
@@ -94,7 +97,7 @@ def read_file(path: File, like: NamedLeaves) -> SavedLeaves:
 
 
 def make_damage_error(path: File) -> ValueError:
-    """Makes the error for bytes that ``save`` did not write."""
+    """Makes the error for a file that ``save`` did not write, or that has changed since."""
     return ValueError(
         f"{os.fspath(path)} is no checkpoint of ps.checkpoint.save, or was cut short or changed "
         "since: take an earlier one, or begin anew with another name"
@@ -118,8 +121,8 @@ def path_in_errors(path: File) -> Iterator[None]:
 def _make_spec(tensor: Tensor) -> TensorSpec:
     """Describes a tensor to safetensors, by the address of its memory.
 
-    The tensor must be contiguous, on the host, and kept until the file is written. The
-    ``save_file`` of safetensors needs numpy.
+    The tensor must be contiguous, on the host, and kept until the file is written. An address
+    needs no numpy, which the ``save_file`` of safetensors needs.
     """
     # Without "_x2" it refuses two numbers of four bits in a byte, which it writes and cannot read.
     dtype = str(tensor.dtype).removeprefix("torch.").removesuffix("_x2")
@@ -132,7 +135,7 @@ def _make_spec(tensor: Tensor) -> TensorSpec:
 
 
 def _add_to_checksum(checksum: int, name: str, tensor: Tensor) -> int:
-    """Continues a checksum by a contiguous host tensor's name, dtype, shape and values."""
+    """Continues a CRC-32 by name, dtype, shape and values of a contiguous tensor on the host."""
     checksum = zlib.crc32(f"{name}: {format_leaf(tensor)}".encode(), checksum)
     if not tensor.nbytes:
         return checksum  # For the null pointer of an empty tensor, crc32 would start again at 0.

@@ -63,15 +63,16 @@ def on_all_ranks(
     act: Callable[[], T],
     describe: Callable[[T], set[str]] = lambda _: set(),
 ) -> T:
-    """Calls ``act`` on all ranks; raises on all if it fails on one, or if results differ.
+    """Calls ``act`` on all ranks; raises on all if it fails on one, or if descriptions differ.
 
-    A rank on which it fails raises its own error, the others a ``RankError`` that names the first
-    such rank. If results differ, all raise ``ValueError``. Else each rank returns its result.
+    A rank on which it fails raises its error, the others a ``RankError`` that names the first
+    such rank. If descriptions differ, all raise ``ValueError``. Else each rank returns its result.
 
     Args:
         group: the ranks. None: only this process calls ``act``.
         act: a function without arguments.
-        describe: returns what must be equal on all ranks of a result of ``act``.
+        describe: returns what must be equal on all ranks of a result of ``act``. By default,
+            results may differ.
     """
     if group is None:
         return act()
@@ -97,7 +98,10 @@ def on_all_ranks(
 
 
 def on_first_rank(group: Group, act: Callable[[], None]) -> None:
-    """Calls ``act`` on the first rank alone; raises on all if it fails."""
+    """Calls ``act`` on the first rank alone, while the others wait; raises on all if it fails.
+
+    The first rank raises the error of ``act``, the others ``RankError``.
+    """
 
     def act_if_first() -> None:
         if is_first(group):
@@ -134,8 +138,9 @@ def make_difference_error(group: Group, description: set[str]) -> ValueError:
 def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
     """Writes the shards of all ranks to a new folder; without a group, the tensors to a file.
 
-    All ranks of the group call it. A file that exists is replaced; a folder that holds files is
-    an error on all ranks.
+    Without a group, a file that exists is replaced. All ranks of a group call it together. They
+    all raise if one fails, or if ``path`` is a file or a folder that holds files. What cannot be
+    written raises ``OSError``, on the other ranks perhaps ``RankError``.
     """
     if group is None:
         tensors = {name: state.local_tensor(leaf) for name, leaf in leaves.items()}
@@ -272,13 +277,13 @@ class Block(Tensor):
         return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Lists the blocks that this rank holds: one."""
+        """Lists the blocks that this rank holds, by their offsets and lengths: one."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(self.offsets, self.lengths)]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """Returns the memory of the block."""
+        """Returns the block as a plain tensor that shares its memory, whatever the ``index``."""
         return self._local()
 
     def _local(self) -> Tensor:
@@ -294,7 +299,7 @@ def _append_crc(path: Path) -> None:
 
 
 def _check_crc(path: Path) -> None:
-    """Raises unless a file ends in its checksum."""
+    """Raises ``ValueError`` unless a file exists and ends in the checksum of its other bytes."""
     if not path.exists() or _compute_crc(path) != _CRC_OF_SEALED:
         raise make_damage_error(path)
 

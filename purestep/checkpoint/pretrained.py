@@ -62,8 +62,8 @@ def load_safetensors(
 
     No rank reads more than it holds, so the weights may be larger than its memory. ``like`` holds
     the params of ``ps.from_module`` or ``ps.shard``, also those on "meta". Values are converted to
-    its dtypes. The files may hold more tensors; a missing name or a different shape raises
-    ``ValueError``. ``export_safetensors`` writes such a file.
+    its dtypes. The files may hold more tensors; a missing name, a different shape or a damaged file
+    raises ``ValueError``. ``export_safetensors`` writes such a file.
 
     Args:
         path: a file, or a folder as on Hugging Face's hub: one file, or several with an index.
@@ -92,7 +92,7 @@ def load_safetensors(
 def _find_tensors(path: Path) -> dict[str, _SavedTensor]:
     """Finds each tensor of a file, or of a folder's one file, or of the files that its index lists.
 
-    Raises ``FileNotFoundError`` for a folder with several files or indices, or with none.
+    Raises ``FileNotFoundError`` unless a folder has one index, or one file and no index.
     """
     if path.is_file():
         return _read_header(path)
@@ -114,7 +114,10 @@ def _find_tensors(path: Path) -> dict[str, _SavedTensor]:
 
 
 def _read_header(path: Path) -> dict[str, _SavedTensor]:
-    """Reads what a file says of its tensors."""
+    """Reads the place, dtype and shape of each tensor, by name, from the header of a file.
+
+    Raises ``ValueError`` if the header is cut short or is no JSON.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > os.fstat(file.fileno()).st_size:
@@ -124,6 +127,8 @@ def _read_header(path: Path) -> dict[str, _SavedTensor]:
         header = json.loads(text)
     except ValueError as error:
         raise _damage_error(path) from error
+    if not isinstance(header, dict):
+        raise _damage_error(path)
     header.pop("__metadata__", None)
     saved = {}
     for name, entry in header.items():
@@ -140,7 +145,7 @@ def _damage_error(path: Path) -> ValueError:
 
 
 def _check_names(path: File, saved: Mapping[str, Any], like: Mapping[str, Any]) -> None:
-    """Raises if the files lack a name."""
+    """Raises ``ValueError`` if the files lack a name of ``like``."""
     missing = [name for name in like if name not in saved]
     if missing:
         shown = ", ".join(missing[:_MAX_NAMES])
@@ -158,7 +163,10 @@ def _read_leaf(
     leaf: Tensor | Shard,
     device: torch.device | str | None,
 ) -> Tensor | Shard:
-    """Reads a tensor, or this rank's part of it, in the dtype of ``leaf``."""
+    """Reads a tensor, or this rank's part of it, in the dtype of ``leaf``.
+
+    Raises ``ValueError`` if ``leaf`` has another shape, or if torch has no such dtype.
+    """
     if saved.shape != tuple(leaf.shape):
         raise ValueError(
             f"{name} has shape {saved.shape} in {saved.path}, but like= has {tuple(leaf.shape)}: "
@@ -195,7 +203,10 @@ def _convert(
 
 
 def _read_block(saved: _SavedTensor, block: Sequence[tuple[int, int]]) -> Tensor:
-    """Reads one block of a tensor and nothing else: ``(start, length)`` for each dimension."""
+    """Reads one block of a tensor and nothing else: ``(start, length)`` for each dimension.
+
+    Returns a new tensor on the host. Raises ``ValueError`` if the file ends before.
+    """
     dtype = _DTYPES[saved.dtype]
     loaded = torch.empty([length for _, length in block], dtype=dtype)
     # The entries from the last dimension on of which a part is read are next to each other.
@@ -218,7 +229,7 @@ def _read_block(saved: _SavedTensor, block: Sequence[tuple[int, int]]) -> Tensor
 
 
 def _read_into(file: Any, address: int, num_bytes: int, path: Path) -> None:
-    """Reads exactly ``num_bytes`` to an address in memory; raises if the file ends before."""
+    """Reads ``num_bytes`` to a memory address; raises ``ValueError`` if the file ends before."""
     while num_bytes:
         memory = (ctypes.c_ubyte * num_bytes).from_address(address)
         num_read = file.readinto(memory)

@@ -39,7 +39,7 @@ from purestep.types import Tree
 _CHECKPOINT = re.compile(r"[0-9]{8,}")
 
 # A killed save leaves 00000100.<random>.unfinished, a killed removal 00000100.unfinished.
-_UNFINISHED_CHECKPOINT = re.compile(r"[0-9]{8,}.*" + re.escape(UNFINISHED))
+_UNFINISHED_CHECKPOINT = re.compile(r"[0-9]{8,}(\..*)?" + re.escape(UNFINISHED))
 
 
 def save(path: File, tree: Tree) -> None:
@@ -70,9 +70,10 @@ def save(path: File, tree: Tree) -> None:
 
 
 def agree_on_leaves(path: File, tree: Tree, group: Group) -> NamedLeaves:
-    """Returns the leaves that this rank saves.
+    """Returns the leaves that this rank saves, by name.
 
-    Raises on all ranks if paths, names, shapes or dtypes differ, or if one rank fails.
+    Raises on all ranks, as ``on_all_ranks`` does, if paths, names, shapes or dtypes differ, or if
+    one rank fails.
     """
 
     def describe(leaves: NamedLeaves) -> set[str]:
@@ -124,7 +125,11 @@ def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> Non
     """Writes named tensors to one file of safetensors, for tools such as transformers.
 
     If there is a ``Shard`` among them, all processes call this together. They gather one tensor
-    after the other. The first process collects them in host memory, and writes the file.
+    after the other. The first process collects them in host memory, and writes the file. If one
+    process fails, all raise. Without ``Shard``, call it on one rank.
+
+    An older file is replaced. A value that is no tensor raises ``TypeError``, and what cannot be
+    written ``OSError``.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -153,9 +158,9 @@ def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> Non
 def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
     """Saves to ``folder/step``, then removes all but the last ``keep`` checkpoints there.
 
-    It makes the folder if it is missing, but not its parents. What killed saves of earlier steps
-    left is removed too, other files are not. A folder that holds a later step raises
-    ``ValueError``, because ``latest_checkpoint`` would still return the later one.
+    ``keep`` is at least 1. The folder is made if it is missing, but not its parents. What killed
+    saves of earlier steps left is removed too, other files are not. A folder that holds a later
+    step raises ``ValueError``, because ``latest_checkpoint`` would still return the later one.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +175,7 @@ def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
 
 
 def latest_checkpoint(folder: File) -> Path | None:
-    """Returns the path of the last complete checkpoint in the folder, or None.
+    """Returns the path of the complete checkpoint with the highest step in the folder, or None.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +187,11 @@ def latest_checkpoint(folder: File) -> Path | None:
 
 
 def prepare_step_path(folder: File, step: int, keep: int) -> Path:
-    """Makes the folder and returns the path of a step; raises if a later step is there."""
+    """Makes the folder if it is missing, and returns the path of a step in it.
+
+    Raises ``ValueError`` if a later step is there, if ``step`` is below 0 or ``keep`` below 1.
+    Raises ``OSError`` if the folder cannot be made.
+    """
     _check_at_least("step", step, 0)
     _check_at_least("keep", keep, 1)
     with path_in_errors(folder):
@@ -197,7 +206,7 @@ def prepare_step_path(folder: File, step: int, keep: int) -> Path:
 
 
 def _check_at_least(name: str, number: int, minimum: int) -> None:
-    """Raises unless an argument is an int from ``minimum`` on."""
+    """Raises ``ValueError`` unless an argument is an int, no bool, from ``minimum`` on."""
     is_int = isinstance(number, int) and not isinstance(number, bool)
     if not is_int or number < minimum:
         raise ValueError(f"{name}={number!r} must be a whole number, {minimum} or more")
@@ -232,7 +241,7 @@ def _list_matches(folder: File, name: re.Pattern[str]) -> list[Path]:
 
 
 def _parse_step(path: Path) -> int:
-    """Reads the step from the name of a checkpoint."""
+    """Reads the step from the name of a checkpoint, complete or unfinished."""
     return int(path.name.split(".")[0])
 
 
@@ -242,8 +251,8 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
     Each call waits for the save before it, copies the tensors to the host, and returns. So the file
     holds the values at the call, whatever a donated step does later. The copies use the same memory
     each time: the size of the state. The next call raises an error of the last save, and so do
-    ``wait()`` and the end of the ``with`` block. The end of the program waits for the last save,
-    and keeps its exit code.
+    ``wait()`` and the end of the ``with`` block. If the block raises, its error comes alone. The
+    end of the program waits for the last save. If that fails, the exit code does not change.
 
     Ranks that save together make a gloo process group at the first call, so their steps can go on.
     Each process then holds a socket to each other process: at thousands of ranks, raise their limit
@@ -287,16 +296,17 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
         self._start(path, tree, keep)
 
     def wait(self) -> None:
-        """Waits until all is on the disk, and raises what went wrong."""
+        """Waits for the last save to end, and raises its error, once; returns if there is none."""
         saving = self._saving
         self._saving = None
         if saving is not None:
             saving.result()
 
     def _start(self, path: File, tree: Tree, keep: int | None = None) -> None:
-        """Copies the tensors and saves them in a thread; call ``wait`` before.
+        """Copies the tensors to the host and saves them in a thread; call ``wait`` before.
 
-        The thread then removes all but the last ``keep`` checkpoints beside ``path``; None: none.
+        The thread then removes all but the last ``keep`` checkpoints beside ``path``; if ``keep``
+        is None, none. For a tree with ``Shard``, the first call makes a gloo group of all ranks.
         """
         group = save_group(tree)
         if group is not None:
@@ -320,7 +330,7 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
         thread.shutdown(wait=False)
 
     def _copy_to_host(self, name: str, tensor: Tensor) -> Tensor:
-        """Copies a tensor to the host, into the memory of its last copy if that fits."""
+        """Copies a tensor to the host, into the last copy of that name if shape and dtype fit."""
         copy = self._copies.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = torch.empty_like(tensor, device="cpu")
@@ -340,7 +350,7 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
 
 
 def _destroy_groups(groups: list[Group]) -> None:
-    """Destroys process groups, and empties the list."""
+    """Destroys those process groups that still exist, and empties the list."""
     while groups:
         # It raises if the program has destroyed all groups.
         with suppress(ValueError):

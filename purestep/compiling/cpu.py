@@ -52,7 +52,7 @@ COSTLY = frozenset(
 def inductor_options() -> dict[str, Any]:
     """Returns options of ``torch.compile``, among them the rewrites of graphs for CPUs.
 
-    ``cpp_wrapper`` is True only without an accelerator and process groups.
+    ``cpp_wrapper`` is True unless there is an accelerator or a process group.
 
     >>> sorted(inductor_options())
     ['cpp_wrapper', 'post_grad_custom_post_pass']
@@ -67,7 +67,11 @@ def inductor_options() -> dict[str, Any]:
 
 
 def rewrite_graph(graph: Graph) -> None:
-    """Applies all rewrites to a graph, in place."""
+    """Rewrites a graph in place, for CPUs.
+
+    It splits ``addmm``, multiplies by oneDNN on processors where that is faster, and stores costly
+    values.
+    """
     split_addmm(graph)
     if onednn_is_faster(_cpu_name()):
         use_onednn(graph)
@@ -80,9 +84,10 @@ def _cpu_name() -> str:
 
 
 def split_addmm(graph: Graph) -> None:
-    """Splits each ``c + a @ b`` into a product and a sum, since ``addmm`` would copy c first.
+    """Splits each ``addmm``, which would copy c first, into ``a @ b`` and a sum, in place.
 
-    Leaves those in other dtypes than float32 and float64, on other devices, and with factors.
+    Leaves an ``addmm`` as it is on another device than the CPU, with factors, and in other dtypes
+    than float32 and float64.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
         c, a, b = node.args
@@ -102,6 +107,8 @@ def split_addmm(graph: Graph) -> None:
 
 def onednn_is_faster(cpu_name: str) -> bool:
     """Returns whether oneDNN outruns MKL on this processor of ``torch.cpu.get_capabilities``.
+
+    It does on all but Intel's. False if this torch lacks oneDNN or MKL.
 
     >>> onednn_is_faster("AMD EPYC"), onednn_is_faster("Intel Xeon")
     (True, False)
@@ -145,7 +152,10 @@ _operators.impl("product", _product_shape, "Meta")
 
 
 def use_onednn(graph: Graph) -> None:
-    """Replaces every matrix product that repays a call of oneDNN by ``onednn_matmul``."""
+    """Replaces large float32 matrix products on the CPU by ``onednn_matmul``, in place.
+
+    Inserts a contiguous copy of the first matrix if its rows are not contiguous.
+    """
     for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
         a, b = node.args
         a_value = _value(a)
@@ -163,7 +173,7 @@ def use_onednn(graph: Graph) -> None:
 def _repays_onednn(a: Tensor, b: Tensor) -> bool:
     """Returns whether a product is of float32 on the CPU, and large.
 
-    Unknown sizes may be large: ``onednn_matmul`` checks again.
+    Sizes that are unknown count as large: ``onednn_matmul`` checks again.
     """
     if a.device.type != "cpu" or a.dtype != torch.float32:
         return False
@@ -202,7 +212,7 @@ def hoist_scalars(graph: Graph) -> None:
 
 
 def _measure_reach(graph: Graph) -> dict[Node, float]:
-    """Counts for each node the most elements that are computed from it in one loop."""
+    """Counts, for each pointwise node and view, the most elements computed from it in one loop."""
     reach: dict[Node, float] = {}
     for node in reversed(graph.nodes):
         if not (_is_pointwise(node) or _is_view(node)):
@@ -215,7 +225,11 @@ def _measure_reach(graph: Graph) -> dict[Node, float]:
 
 
 def _repays_memory(node: Node, reach: float) -> bool:
-    """Returns whether a costly value is few, and used by many."""
+    """Returns whether to store a costly value: a pointwise result of few elements, used by many.
+
+    ``reach`` is the most elements that one loop computes from it. Views, unknown sizes, and values
+    with one small user are not stored.
+    """
     num_elements = _num_elements(node)
     if not _is_pointwise(node) or num_elements == math.inf:
         return False
@@ -238,7 +252,10 @@ def _store(graph: Graph, node: Node) -> None:
 
 
 def _has_one_small_user(node: Node, enough: float) -> bool:
-    """Returns whether one small value is all that is computed from it: store that one instead."""
+    """Returns whether one value alone is computed from a node or its views: store that instead.
+
+    That value is pointwise, and has fewer than ``enough`` elements.
+    """
     users = list(_iterate_users(node))
     if len(users) != 1:
         return False
@@ -256,7 +273,7 @@ def _iterate_users(node: Node) -> Iterator[Node]:
 
 
 def _num_elements(node: Node) -> float:
-    """Returns the number of elements; infinite, where it is unknown."""
+    """Returns the number of elements of a node's tensor; infinite where it is unknown."""
     number = _value(node).numel()
     return number if isinstance(number, int) else math.inf
 
@@ -272,7 +289,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _is_on_cpu(node: Node) -> bool:
-    """Returns whether a tensor is on the host: a device's kernels read such numbers otherwise."""
+    """Returns whether a node's value is a tensor on the CPU."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.device.type == "cpu"
 
@@ -284,14 +301,14 @@ def _value(node: Any) -> Tensor:
 
 
 def _insert_clone(graph: Graph, node: Node) -> Node:
-    """Inserts a contiguous copy of a node."""
+    """Inserts a contiguous copy of a node where the graph inserts, and returns the new node."""
     return _call(
         graph, _aten.clone.default, node, memory_format=torch.contiguous_format
     )
 
 
 def _call(graph: Graph, function: Any, *args: Any, **kwargs: Any) -> Node:
-    """Inserts a call of a function, with the fake tensor that it returns."""
+    """Inserts and returns a call of a function, a node with the fake tensor that it returns."""
     node = graph.call_function(function, args, kwargs)
     values = torch.fx.node.map_arg(args, _value)
     node.meta["val"] = function(*values, **kwargs)

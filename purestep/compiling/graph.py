@@ -39,6 +39,9 @@ _NO_HOOKS = (
     "leave them out, or pass compile=False"
 )
 
+CHECK = "_check_first_update"
+"""The attribute of a step that raises if it cannot take its arguments: a trace has no values."""
+
 _numbers = itertools.count()
 
 
@@ -54,6 +57,7 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
     graph. For large networks use ``make_update_step(compile=True)``, which compiles one microbatch
     once, for any number of them.
 
+    * The first call checks what an eager step checks at its first update.
     * Each function has its own cache, and sizes may vary. torch shares one cache among all steps.
     * torch checks guards before each call. Guards on globals of torch, optree, einops, purestep and
       Python are left out. Guards on what the loss reads stay, its globals included.
@@ -74,12 +78,16 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
         options |= cpu.inductor_options()
     if settings.get("mode") is None:
         settings["options"] = options | (settings.get("options") or {})
-    own_options = settings.get("options", {})
+    own_options = settings.get("options") or {}
     graph = torch.compile(_with_own_cache(function), **settings)
+    check: Callable[..., None] | None = getattr(function, CHECK, None)
 
     @functools.wraps(graph)
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal graph
+        nonlocal graph, check
+        if check is not None and not torch.compiler.is_dynamo_compiling():
+            check(*args, **kwargs)
+            check = None
         for arg in (*args, *kwargs.values()):
             if type(arg) is Stacked:
                 arg.let_length_vary()
@@ -106,14 +114,14 @@ def _is_of_backend(error: Exception) -> bool:
 
 
 def drop_library_guards(guards: Sequence[Any]) -> list[bool]:
-    """Keeps all guards but those on globals of libraries: a ``guard_filter_fn``."""
+    """Returns whether each guard stays: False for those on globals of libraries."""
     return [not LIBRARIES.search(guard.name) for guard in guards]
 
 
 def drop_guards(guards: Sequence[Any]) -> list[bool]:
     """Drops the guards that ``drop_library_guards`` drops, and those on transforms and hooks.
 
-    ``compile_one_graph`` runs under neither.
+    Returns for each guard whether it stays. ``compile_one_graph`` runs under neither.
     """
     dropped = ("FUNCTORCH_STACK_MATCH", "AUTOGRAD_SAVED_TENSORS_HOOKS")
     keep = []
@@ -145,9 +153,10 @@ def with_fallback(
 ) -> Callable[..., Any]:
     """Makes a function that runs ``graph``, and ``plain`` from the call on that raises ``NoGraph``.
 
-    If ``NoGraph`` has no cause, as where the compiler is switched off, ``plain`` runs in this call
-    alone. It also runs under transforms and in traces. Without ``warns`` there is no warning:
-    ``plain`` is compiled in another way.
+    A warning then says why, unless ``warns`` is False, as where ``plain`` is compiled in another
+    way. If ``NoGraph`` has no cause, as where the compiler is switched off, ``plain`` runs in this
+    call alone, without a warning. ``plain`` also runs under transforms and in traces. The function
+    takes positional arguments.
     """
     broken = False
 
@@ -190,8 +199,10 @@ def compile_one_graph(
 ) -> Callable[..., Any]:
     """Makes a function that runs one graph; its call raises ``NoGraph`` where there is none.
 
-    It raises before anything is computed. Call it where no transform is active. Under
-    ``saved_tensors_hooks`` it raises ``RuntimeError``, unless its checkpoints need hooks.
+    ``NoGraph`` is raised before anything is computed. Errors that are not the compiler's are raised
+    as they are. The function takes positional arguments, where no transform is active. Under
+    ``saved_tensors_hooks`` it raises ``RuntimeError``, unless checkpoints in the graph need hooks.
+
     With ``may_fix_sizes``, sizes that the compiler cannot let vary have a graph each. A
     ``compile_`` of False compiles like True.
 
@@ -341,7 +352,10 @@ def _linear_of_rows(
 def _native_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Drops elements by an operation that takes sizes that vary, under ``torch.func.vjp`` too."""
+    """Runs dropout by an operation whose sizes may vary under ``torch.func.vjp`` too.
+
+    In place, outside of training, and for an invalid ``p``, it is torch's dropout.
+    """
     if inplace or not training or not 0 <= p <= 1:
         return functional.dropout(input, p, training, inplace)
     output, _ = torch.native_dropout(input, p, True)
@@ -384,7 +398,7 @@ def is_compiler_error(error: BaseException) -> bool:
 
 
 def _explain(error: BaseException) -> str:
-    """Quotes why the compiler has given up, and at which line."""
+    """Quotes why the compiler has given up and, if known, at which line of the program."""
     cause = error.__cause__ or error
     reason, *_ = str(cause).split("\n  Hint:")
     stack = getattr(cause, "real_stack", None)

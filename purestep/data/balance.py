@@ -24,8 +24,9 @@ def balance(
     Args:
         examples: trees of tensors. The first dimension of a leaf is the length, or it has no
             dimension.
-        ranks: how many ranks there are.
-        cost: the cost of an example, at least 0. None: its length. Attention is quadratic in it.
+        ranks: how many ranks there are, at least 1.
+        cost: the cost of an example, finite and at least 0. None: its length. Attention is
+            quadratic in it.
         per_example: names of leaves without a length, as in ``pack``.
 
     Returns:
@@ -50,6 +51,8 @@ def balance(
 
 def balance_indices(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Assigns examples to ranks by their costs alone, as ``balance`` does: returns their indices.
+
+    Raises ``ValueError`` if a cost is negative or not finite, or if ``ranks`` is below 1.
 
     >>> balance_indices([5, 4, 3, 3, 1], 2)
     [[0, 3], [1, 2, 4]]

@@ -34,8 +34,9 @@ def pack_documents(
     and take position embeddings by ``positions``. Then each token's loss is that of its example
     alone. Make labels before packing, so that no example's last token predicts the next example.
 
-    Examples need one structure, as in ``pack``. Those of length 0 are left out, and get no segment.
-    With a leaf that has no length they are refused, as is an example longer than ``row_tokens``.
+    Examples are mappings without these two names, and need one structure, as in ``pack``. Those of
+    length 0 are left out, and get no segment. With a leaf that has no length they are refused, as
+    are an example longer than ``row_tokens`` and an empty list of examples.
     A leaf without dimensions, or named by ``per_example``, comes as
     ``(rows, most segments of a row, ...)``, padded. Segment n of a row has its leaf at
     ``[row, n - 1]``.
@@ -63,7 +64,7 @@ def pack_documents(
 
 
 def _check_document(example: Tree, name: str) -> None:
-    """Raises unless an example is a mapping without the leaves that ``pack_documents`` adds."""
+    """Raises ``ValueError`` unless an example is a mapping without "positions" and "segments"."""
     if not isinstance(example, Mapping):
         described: object = type(example).__name__
     elif "positions" in example or "segments" in example:
@@ -161,11 +162,11 @@ def segment_mask(
     """Makes an attention mask, ``(rows, 1, length, length)``: tokens attend within their segment.
 
     Args:
-        segments: those of ``pack_documents``, or an ``attention_mask`` of 1 and 0. Padding attends
-            to padding.
-        dtype: None makes a mask of bools. A dtype makes a mask to add to scores: 0 where a position
-            may attend, elsewhere the lowest number. Eager attention of Hugging Face adds its mask,
-            so it needs a dtype.
+        segments: those of ``pack_documents``, or an ``attention_mask`` of 1 and 0:
+            ``(rows, length)``. Padding attends to padding.
+        dtype: None makes a mask of bools. A floating point dtype makes a mask to add to scores: 0
+            where a position may attend, elsewhere the lowest number. Eager attention of Hugging
+            Face adds its mask, so it needs a dtype.
         causal: False lets a token attend to later positions too, as in an encoder.
         window: how many positions a token attends to, its own and those before it
             (``sliding_window``). Without ``causal``, as many after it as before.

@@ -20,10 +20,10 @@ those that the caller names, such as an image.
 def check_same_fields(
     examples: Mapping[str, Example], per_example: Collection[str] = ()
 ) -> None:
-    """Raises unless the examples have one structure, and in each leaf one dtype and row shape.
+    """Raises ``ValueError`` unless the examples have one structure, and in each leaf one dtype.
 
-    Only lengths may differ. Otherwise values would end up in another field, be broadcast, or be
-    rounded.
+    Shapes must agree but for the length. Otherwise values would end up in another field, be
+    broadcast, or be rounded.
 
     Args:
         examples: the examples, by the name that the error gives them.
@@ -52,7 +52,10 @@ def check_same_fields(
 
 
 def _describe_field(leaf: Any, is_per_example: bool) -> Any:
-    """Returns the properties of a leaf that examples must share: all but its length."""
+    """Returns what examples must share in a leaf: its dtype, and its shape but for the length.
+
+    A leaf with ``is_per_example`` has no length. Of a leaf that is no tensor, returns the type.
+    """
     if not isinstance(leaf, Tensor):
         return type(leaf)
     if is_per_example:

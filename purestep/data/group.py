@@ -116,7 +116,10 @@ class Groups(Iterator[list[Microbatch]]):
         self.position = start
 
     def __next__(self) -> list[Microbatch]:
-        """Returns the next group; after an error of the source, it keeps what was read before."""
+        """Returns the next group; the first call skips ``start`` batches before.
+
+        If the source raises within a group, the next call goes on with the batches read so far.
+        """
         while self._num_to_skip:
             next(self._batches, None)
             self._num_to_skip -= 1

@@ -65,7 +65,11 @@ def shift_labels(
 
 
 def _read_mask(name: str, mask: Tensor, input_ids: Tensor) -> Tensor:
-    """Returns a mask as bools; raises where it has another shape than the text."""
+    """Returns a mask as bools.
+
+    Raises ``ValueError`` if it has another shape than the text, ``TypeError`` if it is not a tensor
+    of integers or bools.
+    """
     _check_integers(name, mask, allow_bool=True)
     if mask.shape != input_ids.shape:
         raise ValueError(
@@ -76,7 +80,10 @@ def _read_mask(name: str, mask: Tensor, input_ids: Tensor) -> Tensor:
 
 
 def _check_integers(name: str, value: Tensor, *, allow_bool: bool) -> None:
-    """Raises unless ``value`` is a tensor of integers, or an empty one of any dtype."""
+    """Raises ``TypeError`` unless ``value`` is a tensor of integers, or an empty one of any dtype.
+
+    With ``allow_bool``, bools pass too.
+    """
     if isinstance(value, Tensor):
         is_inexact = value.is_floating_point() or value.is_complex()
         is_refused_bool = value.dtype == torch.bool and not allow_bool

@@ -66,7 +66,7 @@ def pack(
         examples: trees of tensors. The first dimension of a leaf is the length, or it has no
             dimension.
         max_tokens: the largest number of tokens in a microbatch, padding included. An example that
-            is longer raises ``ValueError``.
+            is longer, once padded, raises ``ValueError``.
         multiple_of: padded lengths are multiples of this.
         pad: the padding value of each leaf, by name. Padding must weigh nothing: -100 for labels. A
             single number pads every leaf, the labels too.
@@ -100,6 +100,9 @@ def pack_indices(
     lengths: Sequence[int], *, max_tokens: int, multiple_of: int = 1
 ) -> list[list[int]]:
     """Assigns examples to microbatches by their lengths alone, as ``pack`` does: returns indices.
+
+    Raises ``ValueError`` for an example longer than ``max_tokens`` once padded, and for a
+    ``max_tokens`` or ``multiple_of`` below 1.
 
     >>> pack_indices([3, 1, 2, 0, 1], max_tokens=4)
     [[0], [2], [1, 4]]
@@ -136,9 +139,9 @@ def sort_longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def _find_starts(costs: Sequence[int], budget: int) -> list[int]:
-    """Returns where each microbatch begins if each takes all that fits.
+    """Returns where each microbatch begins if each takes as many rows as fit into ``budget``.
 
-    ``costs`` must descend, and none may exceed ``budget``.
+    Each row costs as much as the first. ``costs`` must descend, and none may exceed ``budget``.
     """
     starts = []
     start = 0
@@ -149,16 +152,17 @@ def _find_starts(costs: Sequence[int], budget: int) -> list[int]:
 
 
 def _round_up(length: int, multiple_of: int) -> int:
-    """Rounds a length up to a multiple."""
+    """Rounds a length up to a multiple of ``multiple_of``."""
     return -(-length // multiple_of) * multiple_of
 
 
 def measure_lengths(
     examples: Sequence[Example], per_example: Collection[str]
 ) -> list[int]:
-    """Returns the length of each example; raises unless those with tokens have equal fields.
+    """Returns the length of each example, in order.
 
-    Also raises for an example of length 0 with a leaf that has no length.
+    Raises ``ValueError`` unless those with tokens have equal fields, and for an example of length 0
+    with a leaf that has no length.
     """
     lengths = []
     with_tokens = {}
@@ -188,8 +192,9 @@ def stack_examples(
 ) -> Microbatch:
     """Stacks examples as the rows of one tree, and pads them to ``length``.
 
-    Leaves without dimensions, and those that ``per_example`` names, are not padded. An example that
-    is longer than ``length`` raises ``ValueError``. There must be at least one example.
+    Leaves without dimensions, and those that ``per_example`` names, are not padded. Mappings become
+    dicts. An example that is longer than ``length``, or differs from the first in more than its
+    length, raises ``ValueError``. There must be at least one example.
 
     >>> stack_examples([torch.tensor([1, 2]), torch.tensor([3])], length=3, pad=0)
     tensor([[1, 2, 0],
@@ -213,7 +218,10 @@ def stack_examples(
 
 
 def stack_padded(tensors: Sequence[Tensor], length: int, pad: Pad, path: str) -> Tensor:
-    """Stacks tensors, padded to one length with the value that ``pad`` has for this path."""
+    """Stacks tensors, padded to one length with the value that ``pad`` has for this path.
+
+    Raises ``ValueError`` for a longer tensor, and as ``_find_pad_value`` does.
+    """
     first = tensors[0]
     value = _find_pad_value(pad, path, first.dtype)
     trailing = [0, 0] * (first.ndim - 1)
@@ -229,7 +237,10 @@ def stack_padded(tensors: Sequence[Tensor], length: int, pad: Pad, path: str) ->
 
 
 def _find_pad_value(pad: Pad, path: str, dtype: torch.dtype) -> float:
-    """Returns the padding value for a path; raises if it has none, or the dtype cannot hold it."""
+    """Returns the padding value for a path: ``pad``, or the first value in it by a name that fits.
+
+    Raises ``ValueError`` if there is none, or if the dtype cannot hold it.
+    """
     value: float
     if isinstance(pad, Mapping):
         values = [value for name, value in pad.items() if is_named(path, name)]

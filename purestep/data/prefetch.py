@@ -28,11 +28,11 @@ def prefetch(
 ) -> PrefetchedGroups:
     """Prepares groups in a thread, and copies their microbatches to ``device``, one at a time.
 
-    The thread takes groups from their source, pins them, and counts their tokens on the host. It
-    copies one microbatch while the step uses another. Tensors that are on the device are not
-    copied: a source that overwrites them must clone them. The step reads the count without waiting
-    for the device. Leaves that are not tensors stay as they are. Mappings that optree takes for
-    leaves, such as a tokenizer's ``BatchEncoding``, become dicts.
+    From your first ``next`` on, the thread takes groups from their source, pins them, and counts
+    their tokens on the host. It copies one microbatch while the step uses another. Tensors that are
+    on the device are not copied: a source that overwrites them must clone them. The step reads the
+    count without waiting for the device. Leaves that are not tensors stay as they are. Mappings
+    that optree takes for leaves, such as a tokenizer's ``BatchEncoding``, become dicts.
 
     An error of the source, of ``weight_fn`` or of pinning is raised where you ask for that group.
     An error of copying is raised where you ask for that microbatch.
@@ -52,8 +52,8 @@ def prefetch(
     Args:
         groups: sequences of microbatches on the host, for ``update_step``.
         device: where the parameters are.
-        depth: how many microbatches may be on the device, including the one in use. With 1, a
-            microbatch is copied when you ask for it.
+        depth: how many microbatches may be on the device, 1 at least, including the one in use.
+            With 1, a microbatch is copied when you ask for it.
         weight_fn: the step's.
 
     >>> groups = [[{"labels": torch.tensor([1, -100])}], []]
@@ -72,7 +72,8 @@ class PrefetchedGroups(Iterator["PrefetchedGroup"]):
     """Yields groups whose microbatches are on the device, as ``ps.prefetch`` makes them.
 
     Attributes:
-        position: that of the last group that you took; None if the source has none.
+        position: that of the last group that you took, and of the source before the first; None
+            if the source has none.
 
     >>> groups = prefetch([[{"labels": torch.tensor([1, -100])}]], "cpu")
     >>> type(groups).__name__, groups.position
@@ -86,7 +87,10 @@ class PrefetchedGroups(Iterator["PrefetchedGroup"]):
         self._close.atexit = False
 
     def __next__(self) -> PrefetchedGroup:
-        """Returns the next group, whose microbatches may not have arrived yet."""
+        """Returns the next group, whose copies may be under way, and abandons the group before.
+
+        Raises an error of the thread where its group would be, and ``StopIteration`` at the end.
+        """
         group = self._prefetcher.next_group()
         if group is None:
             self.close()
@@ -95,14 +99,19 @@ class PrefetchedGroups(Iterator["PrefetchedGroup"]):
         return group
 
     def close(self) -> None:
-        """Ends the stream; a group in use gives no more microbatches."""
+        """Ends the stream; waits for the thread for a quarter of a second at most.
+
+        A group that is iterated for the first time then raises ``RuntimeError``, and the stream
+        ends.
+        """
         self._close()
 
 
 class PrefetchedGroup(PreweightedMicrobatches):
     """Gives microbatches on the device: the first iteration waits for each copy in turn.
 
-    Iterated again, or indexed, it copies them from the host again.
+    It raises ``RuntimeError`` after a later group was taken or the stream was closed. Iterated
+    again, or indexed, the group copies its microbatches from the host again, at any time.
     """
 
     position: int | None
@@ -120,7 +129,10 @@ class PrefetchedGroup(PreweightedMicrobatches):
         self._weights = weights
 
     def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:
-        """Returns the weights of each microbatch; those of ``prefetch``'s weight_fn are cached."""
+        """Returns the weights of each microbatch, as one tensor each on the host.
+
+        Those of ``prefetch``'s ``weight_fn`` are ready; others are computed at each call.
+        """
         if weight_fn == self._prefetcher.weight_fn:
             return self._weights
         return [compute_weights(weight_fn, microbatch) for microbatch in self._on_host]
@@ -176,7 +188,10 @@ class _Prefetcher:
     # The thread's side.
 
     def _run(self, groups: _Groups) -> None:
-        """Loads all groups in the thread; keeps an error for the consumer instead of raising it."""
+        """Loads groups in the thread up to the end, ``close`` or an error; then wakes the consumer.
+
+        Keeps the error for the consumer instead of raising it.
+        """
         try:
             if self.stream is not None:
                 torch.cuda.set_device(self.device)  # where pinning claims memory
@@ -192,7 +207,11 @@ class _Prefetcher:
         atexit.unregister(self.close)
 
     def _load(self, microbatches: Sequence[Microbatch], position: int | None) -> None:
-        """Puts a group in the queue, then a copy of each of its microbatches."""
+        """Pins and weighs a group, and queues it, then a copy of each of its microbatches.
+
+        Waits for room in the queue and for slots. Stops once the stream is closed or the group is
+        abandoned. Raises ``TypeError`` if the group is not a sequence.
+        """
         is_record = hasattr(microbatches, "_fields")
         if not isinstance(microbatches, Sequence) or is_record:
             raise TypeError(
@@ -217,7 +236,7 @@ class _Prefetcher:
             self._enqueue(self._copy_on_stream(microbatch))
 
     def _claim_slot(self, group: PrefetchedGroup) -> bool:
-        """Waits for a free slot and takes it; returns False if the group is no longer wanted."""
+        """Takes a free slot once there is one; returns False after ``close`` or a later group."""
         with self.changed:
             self.changed.wait_for(
                 lambda: self.closed or group.abandoned or self.free_slots > 0
@@ -228,14 +247,17 @@ class _Prefetcher:
             return True
 
     def _enqueue(self, item: Any) -> None:
-        """Puts a group or a copy in the queue, unless it is closed."""
+        """Queues a group or a copy, and wakes the consumer; drops it if the stream is closed."""
         with self.changed:
             if not self.closed:
                 self.queue.append(item)
                 self.changed.notify_all()
 
     def _pin(self, microbatch: Microbatch) -> Microbatch:
-        """Moves host tensors to pinned memory if the device is CUDA: copies then do not wait."""
+        """Returns a microbatch whose host tensors are pinned, so that copies need not wait.
+
+        Unless the device is CUDA, it returns the microbatch itself.
+        """
         if self.stream is None:
             return microbatch
         return _map_tensors(
@@ -253,15 +275,20 @@ class _Prefetcher:
             return self.copy_to_device(microbatch), self.stream.record_event()
 
     def copy_to_device(self, microbatch: Microbatch) -> Microbatch:
-        """Copies the tensors of a microbatch to the device."""
+        """Returns a microbatch, or a list of them, with all tensors on the device.
+
+        Tensors that are there are not copied.
+        """
         return _map_tensors(lambda leaf: tree.to_device(leaf, self.device), microbatch)
 
     # The consumer's side.
 
     def next_group(self) -> PrefetchedGroup | None:
-        """Returns the next group, or None at the end; raises the thread's error, once.
+        """Returns the next group, or None at the end or after ``close``.
 
-        The first call starts the thread. The microbatches left of the last group are dropped.
+        The first call starts the thread. The group before is abandoned, and its remaining copies
+        are dropped. After the queued groups it raises the thread's error once, a ``StopIteration``
+        as ``RuntimeError``.
         """
         with self.changed:
             if self.thread.ident is None and not self.closed:
@@ -315,7 +342,10 @@ class _Prefetcher:
         return microbatch
 
     def _dequeue(self) -> Any:
-        """Waits for the next item, or returns None at the end; the caller holds ``changed``."""
+        """Waits for the next item and removes it; returns None at the end or after ``close``.
+
+        The caller holds ``changed``.
+        """
         self.changed.notify_all()
         self.changed.wait_for(lambda: self.queue or self.finished or self.closed)
         self.changed.notify_all()
@@ -337,7 +367,7 @@ class _Prefetcher:
 def _map_tensors(
     func: Callable[[Tensor], Tensor], microbatch: Microbatch
 ) -> Microbatch:
-    """Applies a function to the tensors of a tree, and leaves other leaves alone."""
+    """Returns the tree with a function applied to each tensor; other leaves stay as they are."""
     return tree.map(
         lambda leaf: func(leaf) if isinstance(leaf, Tensor) else leaf, microbatch
     )

@@ -41,12 +41,12 @@ OPTIMIZER = ps.optim.adamw(RATE)
 
 
 def pack_all(group: Group) -> Group:
-    """Packs a group into one microbatch."""
+    """Packs a group into one microbatch, padded to the longest example."""
     return ps.pack(group, max_tokens=UNLIMITED)
 
 
 def pack_fours(group: Group) -> Group:
-    """Packs four examples at a time, in order of arrival."""
+    """Packs each four successive examples into one microbatch."""
     microbatches = []
     for four in ps.group(group, 4):
         microbatches += pack_all(four)
@@ -54,7 +54,7 @@ def pack_fours(group: Group) -> Group:
 
 
 def pack_by_length(group: Group) -> Group:
-    """Packs examples of similar length, 256 tokens at most."""
+    """Packs examples of similar length into microbatches of at most 256 tokens."""
     return ps.pack(group, max_tokens=256)
 
 
@@ -94,7 +94,7 @@ def make_gpt2(dtype: torch.dtype) -> GPT2LMHeadModel:
 
 
 def sample_groups(steps: int) -> list[Group]:
-    """Draws a group of docstrings for each update, and gives each docstring a key.
+    """Draws 12 of asyncio's docstrings for each update, and gives each of them a key.
 
     The key depends on the run's key and on the docstring's number in the run.
     """
@@ -162,7 +162,7 @@ def train_on_threads(
 
 
 def train_all_cuts(data: list[Group], dtype: torch.dtype) -> list[Run]:
-    """Trains with purestep on each cut, over one rank and over two."""
+    """Trains with purestep on each cut, first over one rank, then over two; returns all runs."""
     runs = []
     for num_ranks in (1, 2):
         for cut in CUTS.values():
@@ -172,7 +172,10 @@ def train_all_cuts(data: list[Group], dtype: torch.dtype) -> list[Run]:
 
 
 def train_in_usual_loop(cut: Cut, data: list[Group], dtype: torch.dtype) -> Run:
-    """Trains with a loop that gives each microbatch the same share, however many its tokens."""
+    """Trains with a loop that averages microbatch means, however many tokens each has.
+
+    Returns the parameters after each update.
+    """
     model = make_gpt2(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     run = []
@@ -197,7 +200,7 @@ def train_in_usual_loop(cut: Cut, data: list[Group], dtype: torch.dtype) -> Run:
 
 
 def measure_distances(runs: list[Run]) -> list[float]:
-    """Measures the largest distance from the first run after each update, relative to its norm."""
+    """Returns the largest relative distance of any run from the first, after each update."""
     largest = []
     for first, *others in zip(*runs, strict=True):
         distances = [relative_distance(other, first) for other in others]
@@ -206,7 +209,7 @@ def measure_distances(runs: list[Run]) -> list[float]:
 
 
 def concatenate(params: Params) -> Tensor:
-    """Joins all parameters to one vector."""
+    """Joins all parameters to one vector, detached."""
     leaves = tree.leaves(params)
     vectors = [leaf.detach().flatten() for leaf in leaves]
     return torch.cat(vectors)
@@ -289,7 +292,10 @@ def plot_distances(axes: Any, distances: Distances) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Distances:
-    """Trains all runs; prints, plots and returns how far apart they are after each update."""
+    """Trains all runs; plots and returns how far apart they are after each update.
+
+    Prints how far apart they are at the end.
+    """
     parser = picture.make_parser(__doc__, "cut_invariance", 20)
     options = parser.parse_args(arguments)
     data = sample_groups(options.steps)

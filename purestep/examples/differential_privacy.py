@@ -121,7 +121,10 @@ def private_update_step(
 
 
 def sample_people(number: int, seed: int) -> Batch:
-    """Draws points around ten centres, which are the same for all seeds."""
+    """Draws points ``x`` around ten centres, and ``labels``, the number of each point's centre.
+
+    The centres are the same for all seeds.
+    """
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(CLASSES, FEATURES, generator=generator)
     generator.manual_seed(seed)
@@ -205,7 +208,7 @@ def compare_cuts(num_steps: int) -> float:
 
 
 def compute_epsilon(noise_multiplier: float, num_steps: int) -> float:
-    """Computes the ε that these updates promise; infinite without noise."""
+    """Computes ε of the (ε, 10⁻⁵)-privacy of ``num_steps`` updates; infinite without noise."""
     if noise_multiplier == 0:
         return math.inf
     rho = 2 * num_steps / noise_multiplier**2

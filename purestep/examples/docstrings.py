@@ -58,7 +58,7 @@ PURESTEP = "purestep"
 
 
 def collect_settings(options: argparse.Namespace, corpus: list[bytes]) -> Settings:
-    """Collects all that decides where a run ends up: neither its ranks nor its microbatches."""
+    """Collects the settings that decide where a run ends; ranks and microbatch sizes do not."""
     digest = hashlib.sha256(b"\0".join(corpus))
     return {
         "steps": options.steps,
@@ -69,7 +69,10 @@ def collect_settings(options: argparse.Namespace, corpus: list[bytes]) -> Settin
 
 
 def load_corpus(folder: Path | None = None) -> list[bytes]:
-    """Reads the docstrings of all Python files under a folder; None: of part of the stdlib."""
+    """Reads docstrings, as ``extract_docstrings`` returns them, and encodes them as UTF-8.
+
+    They are of all Python files under the folder, or, for None, of part of the standard library.
+    """
     if folder is not None:
         files = list(folder.rglob("*.py"))
     else:
@@ -81,7 +84,10 @@ def load_corpus(folder: Path | None = None) -> list[bytes]:
 
 
 def extract_docstrings(files: Iterable[Path]) -> list[str]:
-    """Extracts the docstrings of more than 40 characters from files: each once, sorted."""
+    """Extracts the docstrings of more than 40 characters from Python files: each once, sorted.
+
+    Raises ``SyntaxError`` for a file that does not parse.
+    """
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = set()
     for file in files:
@@ -100,7 +106,7 @@ def extract_docstrings(files: Iterable[Path]) -> list[str]:
 
 
 def describe_corpus(corpus: list[bytes]) -> str:
-    """Says how many docstrings there are, and how long they are."""
+    """Returns a text with the number of docstrings, and the lengths of the shortest and longest."""
     lengths = [len(text) for text in corpus]
     shortest = min(lengths)
     longest = max(lengths)
@@ -108,7 +114,10 @@ def describe_corpus(corpus: list[bytes]) -> str:
 
 
 def make_example(text: bytes) -> Example:
-    """Pairs each byte but the last with the byte that follows, as far as the model can see."""
+    """Makes an example of a text: its bytes as ``tokens``, and the byte after each as ``labels``.
+
+    A text that is longer than the model's context is cut.
+    """
     length = CONFIG.context + 1
     data = torch.tensor(list(text[:length]))
     tokens = data[:-1]
@@ -119,7 +128,7 @@ def make_example(text: bytes) -> Example:
 def shuffle_forever(
     corpus: list[bytes], generator: torch.Generator
 ) -> Iterator[Example]:
-    """Yields docstrings in random order, again and again."""
+    """Yields an example of each docstring in random order, then of all again in another order."""
     while True:
         order = torch.randperm(len(corpus), generator=generator)
         for i in order.tolist():
@@ -133,13 +142,16 @@ def loss_fn(params: Any, batch: Batch) -> Tensor:
 
 
 def mean_of_means_weights(batch: Batch) -> Tensor:
-    """Makes the usual mistake: a microbatch weighs 1, however many tokens it has."""
+    """Divides a microbatch's weights by their sum, the usual mistake: each microbatch counts as 1.
+
+    A microbatch without tokens counts as 0.
+    """
     weights = ps.label_weights(batch).to(torch.float64)
     return weights / weights.sum().clamp(min=1)
 
 
 def generate_text(params: Any, prompt: str = "Return ", length: int = 160) -> str:
-    """Returns the prompt and what the model appends to it, ``length`` bytes."""
+    """Returns the prompt and ``length`` bytes that the model samples, with a fixed seed."""
     generator = torch.Generator().manual_seed(SEED)
     tokens = list(prompt.encode())
     for _ in range(length):
@@ -153,7 +165,7 @@ def generate_text(params: Any, prompt: str = "Return ", length: int = 160) -> st
 
 
 def relative_distance(params: Any, reference: Any) -> float:
-    """Computes ‖θ − θ*‖ / ‖θ*‖."""
+    """Computes ‖θ − θ*‖ / ‖θ*‖ over all leaves."""
     difference = tree.map(torch.sub, params, reference)
     distance = tree.global_norm(difference) / tree.global_norm(reference)
     return float(distance)
@@ -166,7 +178,7 @@ COLORS = {
 
 
 def print_results(losses: Curves, distances: Curves) -> None:
-    """Prints how the loss fell, and how far the runs are apart in the end."""
+    """Prints purestep's first and last loss, and how far both runs end from one with one batch."""
     first = losses[PURESTEP][0]
     last = losses[PURESTEP][-1]
     print(f"loss {first:.3f} -> {last:.3f}")
@@ -201,7 +213,10 @@ def plot_distances(axes: Any, distances: Curves, dtype: torch.dtype) -> None:
 
 
 def loss_distances(losses: Curves) -> Curves:
-    """Computes the relative distance of each run's losses from those of the run with one batch."""
+    """Computes the relative distance of each step's loss from that of the run with one batch.
+
+    The other runs are the mean of means and purestep.
+    """
     distances = {}
     for name in (MEAN_OF_MEANS, PURESTEP):
         pairs = zip(losses[name], losses[LARGE_BATCH], strict=True)
@@ -212,7 +227,7 @@ def loss_distances(losses: Curves) -> Curves:
 def make_optimizer_and_params(
     options: argparse.Namespace, generator: torch.Generator
 ) -> tuple[ps.optim.Optimizer, Any]:
-    """Makes the optimizer, and the parameters to begin with."""
+    """Makes an optimizer for ``options.steps`` updates, and params in ``options.dtype``."""
     learning_rate = ps.optim.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=2e-3,
@@ -238,7 +253,10 @@ def make_simulated_step(
     optimizer: ps.optim.Optimizer,
     weight_fn: WeightFn,
 ) -> Callable[..., Any]:
-    """Makes an update step over simulated ranks, which takes the shares of all of them."""
+    """Makes an update step over simulated ranks, which takes a list with the share of each rank.
+
+    It returns what the step of rank 0 returns.
+    """
     step_on_rank = ps.make_update_step(
         loss_fn, optimizer, weight_fn=weight_fn, axis=axis
     )
@@ -254,7 +272,10 @@ def make_simulated_step(
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Trains three times side by side, twice over simulated ranks; prints and plots."""
+    """Trains three times side by side, twice over simulated ranks; prints the results and a sample.
+
+    Saves a picture of how far the runs are apart.
+    """
     generator = torch.Generator().manual_seed(SEED)
     corpus = load_corpus(options.docstrings_of)
     print(describe_corpus(corpus))
@@ -310,7 +331,10 @@ def compare(options: argparse.Namespace) -> None:
 
 
 class RankShares(Iterator[list[Batch]]):
-    """Packs one rank's share of each group; the position is that of the groups."""
+    """Yields this rank's share of each group, packed into microbatches.
+
+    ``position`` is that of ``groups``, from which a later run can go on.
+    """
 
     def __init__(self, groups: Groups, axis: ps.MeshAxis, max_tokens: int) -> None:
         self._groups = groups
@@ -329,7 +353,7 @@ class RankShares(Iterator[list[Batch]]):
 
 
 def encode_settings(settings: Settings) -> dict[str, Tensor]:
-    """Encodes each setting for a checkpoint: the bytes of its ``repr``, padded to 32."""
+    """Encodes each setting as a tensor for a checkpoint: bytes of its ``repr``, padded to 32."""
     encoded = {}
     for name, value in settings.items():
         text = repr(value).encode().ljust(32)
@@ -338,7 +362,7 @@ def encode_settings(settings: Settings) -> dict[str, Tensor]:
 
 
 def read_settings(encoded: dict[str, Tensor]) -> Settings:
-    """Decodes the settings that a checkpoint holds."""
+    """Decodes the settings that ``encode_settings`` encoded."""
     settings: Settings = {}
     for name, tensor in encoded.items():
         text = bytes(tensor.tolist()).decode()
@@ -347,9 +371,10 @@ def read_settings(encoded: dict[str, Tensor]) -> Settings:
 
 
 def resume(folder: Path | None, settings: Settings, start: Any) -> Any:
-    """Loads the state that was saved last, or returns ``start`` where none was.
+    """Loads the last state saved in a folder; returns ``start`` if there is no folder or no state.
 
-    Refuses a folder that cannot be made, and a state of a run with different settings.
+    Makes the folder if it is missing. Raises ``OSError`` if it cannot, and ``ValueError`` for a
+    state of a run with different settings.
     """
     if folder is None:
         return start
@@ -370,7 +395,7 @@ def resume(folder: Path | None, settings: Settings, start: Any) -> Any:
 
 
 def hash_params(params: Any) -> str:
-    """Computes the first 12 hexadecimal digits of a SHA-256: equal for equal bits."""
+    """Returns the first 12 hexadecimal digits of the SHA-256 of all leaves' bits, on the host."""
     digest = hashlib.sha256()
     for leaf in tree.leaves(params):
         array = leaf.contiguous().numpy()
@@ -379,16 +404,17 @@ def hash_params(params: Any) -> str:
 
 
 def count_mebibytes(state: Any) -> float:
-    """Counts the memory of a tree's leaves on this rank."""
+    """Returns the memory of a tree's leaves on this rank, in MiB."""
     leaves = tree.leaves(state)
     num_bytes: int = sum(leaf.nbytes for leaf in leaves)
     return num_bytes / 2**20
 
 
 def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
-    """Trains over real ranks, from the checkpoint on if there is one; rank 0 prints.
+    """Trains over real ranks, from the last checkpoint on if there is one; rank 0 prints.
 
-    All ranks save sharded state; rank 0 alone saves full tensors.
+    Saves every ``options.save_every`` steps and at the end, if ``options.checkpoint`` is set. All
+    ranks save sharded state; rank 0 alone saves full tensors.
     """
     is_main = axis.rank == 0
     generator = torch.Generator().manual_seed(SEED)
@@ -448,7 +474,7 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
 
 
 def python_folder(text: str) -> Path:
-    """Parses a folder with docstrings in it, for a command line."""
+    """Parses a folder for ``argparse``; raises its error if there are no docstrings in it."""
     folder = Path(text)
     if not load_corpus(folder):
         raise argparse.ArgumentTypeError(
@@ -491,7 +517,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains over the ranks of ``torchrun`` if there are any, else compares simulated ones."""
+    """Trains over the ranks of ``torchrun`` if there are any, else compares simulated ones.
+
+    An interrupt ends the process with code 130.
+    """
     options = parse_options()
     try:
         if "RANK" in os.environ:

@@ -27,7 +27,11 @@ Result = TypeVar("Result")
 
 @contextmanager
 def join_processes() -> Iterator[ps.MeshAxis]:
-    """Joins the processes of ``torchrun`` to one axis; without an error, they leave together."""
+    """Yields an axis over all processes of ``torchrun``, on the host.
+
+    At the end of the context, all ranks wait for each other and leave the process group. After an
+    error, they do not.
+    """
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     # The store outlives processes: without a prefix, it still says where dead ones listened.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -28,7 +28,7 @@ WIDTH = 16
 
 
 class Comparison(NamedTuple):
-    """Holds the losses of each run, both ways, and the seconds that each way took.
+    """Holds the rates, the losses of runs trained together and one by one, and the seconds.
 
     The losses are of shape (rates, updates), each before its update.
     """
@@ -110,7 +110,7 @@ def train_together(rates: Tensor, steps: int) -> Tensor:
 
 
 def measure(steps: int) -> Comparison:
-    """Trains both ways, and times each."""
+    """Trains at many learning rates, together and one by one, and times both ways."""
     rates = torch.logspace(-4, 0.5, RUNS, dtype=torch.float64)
     # Neither should pay for what happens once.
     train_together(rates[:2], 2)
@@ -131,7 +131,7 @@ def measure(steps: int) -> Comparison:
 
 
 def plot_together(axes: Any, result: Comparison) -> None:
-    """Plots the losses after some, more and all of the updates."""
+    """Plots the losses of the runs trained together, over the rate, in three of the updates."""
     rates = result.rates.tolist()
     middle = RUNS // 2
     num_steps = result.together.shape[1]
@@ -156,7 +156,7 @@ def plot_together(axes: Any, result: Comparison) -> None:
 
 
 def plot_alone(axes: Any, result: Comparison) -> None:
-    """Plots the losses at the end of the runs that were made one after the other."""
+    """Plots the last losses of the runs trained one by one, over the rate."""
     rates = result.rates.tolist()
     losses = result.alone[:, -1].tolist()
     middle = RUNS // 2
@@ -172,7 +172,7 @@ def plot_alone(axes: Any, result: Comparison) -> None:
 
 
 def plot(path: Path, result: Comparison) -> None:
-    """Plots the valley of the loss over the learning rate."""
+    """Plots the loss over the learning rate, trained both ways, and saves the picture."""
     figure, (axes,) = picture.make_panels(
         f"{RUNS} learning rates in one program, in {result.seconds_together:.1f} "
         f"seconds; one run after the other, they take {result.seconds_alone:.1f}"
@@ -187,7 +187,7 @@ def plot(path: Path, result: Comparison) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Comparison:
-    """Trains both ways; prints, plots and returns the losses."""
+    """Trains both ways; prints a summary, plots, and returns the losses and times."""
     parser = picture.make_parser(__doc__, "ensembles", 150)
     options = parser.parse_args(arguments)
     result = measure(options.steps)

@@ -73,7 +73,7 @@ def apply(
 
 
 def block(config: Config, params: Params, x: Tensor) -> Tensor:
-    """Adds attention to the input, then a network of two layers."""
+    """Applies a layer: causal attention, then a network of two layers, each added to its input."""
     # Nested, so that memory is freed early: these inputs are large.
     qkv = _layer_norm(x, params["norms"][0]) @ params["qkv"]
     query, key, value = rearrange(

@@ -46,7 +46,7 @@ TORCH = "torch's docstrings"
 
 
 def read_torch_docstrings() -> list[str]:
-    """Reads the docstrings of the parts of torch that people call most."""
+    """Reads the docstrings of torch's packages ``nn``, ``optim`` and ``distributions``."""
     folder = Path(torch.__file__).parent
     files: list[Path] = []
     for package in ("nn", "optim", "distributions"):
@@ -55,7 +55,10 @@ def read_torch_docstrings() -> list[str]:
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer on the texts; ``<end>`` ends a text."""
+    """Trains a byte-level BPE tokenizer on the texts.
+
+    Its end token is ``<end>``, which it does not add to a text.
+    """
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
@@ -90,7 +93,10 @@ def make_small_llama(vocabulary: int) -> LlamaForCausalLM:
 def make_examples(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerFast
 ) -> list[Batch]:
-    """Tokenizes texts, and labels each token with the next one."""
+    """Tokenizes texts, ends each with the end token, and labels each token with the next one.
+
+    An example is cut to the model's context.
+    """
     encoded = tokenizer(list(texts))
     examples = []
     for ids in encoded["input_ids"]:
@@ -104,7 +110,10 @@ def make_examples(
 def pack_forever(
     examples: Sequence[Batch], generator: torch.Generator
 ) -> Iterator[Batch]:
-    """Yields microbatches of documents in random order, several documents to a row."""
+    """Yields microbatches of documents without end, several documents to a row.
+
+    Each pass takes all documents once, in a new random order.
+    """
     while True:
         order = torch.randperm(len(examples), generator=generator)
         for chosen in ps.group(order.tolist(), DOCUMENTS):
@@ -115,7 +124,7 @@ def pack_forever(
 def make_loss_fn(apply: Any) -> Callable[[Params, Batch], Tensor]:
     """Makes a function that computes the loss of each token.
 
-    Positions tell the model where documents begin: where they are 0 again.
+    The model takes a position of 0 for the beginning of a document.
     """
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
@@ -144,9 +153,10 @@ def train(
     num_steps: int,
     peak_rate: float,
 ) -> tuple[Params, Losses]:
-    """Trains; returns the params, and the losses of held-out documents on the way.
+    """Trains, and prints the progress; returns the params and the losses of held-out documents.
 
-    It donates ``params``: do not use them afterwards.
+    The losses are pairs of step and loss for each name in ``held_out``. It donates ``params``: do
+    not use them afterwards.
     """
     learning_rate = ps.optim.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -196,7 +206,10 @@ def train(
 def check_loaded(
     loaded: Any, params: Params, apply: Any, example: Batch, folder: Path
 ) -> None:
-    """Checks that a loaded model gives the logits of the trained one, to the bit."""
+    """Raises ``AssertionError`` unless a loaded model gives the trained one's logits, to the bit.
+
+    Prints that it does. It leaves ``loaded`` in eval mode.
+    """
     ids = example["input_ids"][None]
     with torch.no_grad():
         expected = apply.eval(params, ids).logits
@@ -211,10 +224,10 @@ def check_loaded(
 
 
 class RowChanges(NamedTuple):
-    """Holds how much the loss per token of two documents changes when they share a row.
+    """Holds the absolute change in loss per token when two documents share a row, for each pair.
 
-    Each list has an item for each pair: its tokens, and the change by ``ps.pack_documents``, or in
-    a row without borders.
+    ``tokens`` are the pairs' numbers of tokens. ``packed`` is the change by ``ps.pack_documents``,
+    ``joined`` that in a row without borders.
     """
 
     tokens: list[int]
@@ -282,7 +295,7 @@ def plot_losses(axes: Any, llama: Losses, lora: Losses) -> None:
 
 
 def plot_changes(axes: Any, changes: RowChanges) -> None:
-    """Plots how much the loss of two documents changes in a shared row."""
+    """Plots how much the loss of two documents changes in a shared row, over their tokens."""
     for values, text, color in [
         (changes.joined, "one after the other, no borders", picture.GREY),
         (changes.packed, "ps.pack_documents", picture.GREEN),
@@ -356,7 +369,10 @@ def train_lora(
     examples: Mapping[str, Sequence[Batch]],
     held_out: Mapping[str, Sequence[Batch]],
 ) -> tuple[Losses, PeftModel]:
-    """Trains a LoRA of the saved Llama on torch's docstrings, saves it, and loads it again."""
+    """Trains a LoRA of the saved Llama on torch's docstrings, saves it, and checks that it loads.
+
+    Returns the losses, and the loaded model.
+    """
     folder = options.out / "lora"
     llama = AutoModelForCausalLM.from_pretrained(options.out / "llama")
     config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
@@ -381,7 +397,7 @@ def train_lora(
 
 
 def print_sample(model: Any, tokenizer_folder: Path) -> None:
-    """Prints how the model continues a prompt, with the tokenizer that a folder holds."""
+    """Samples how the model continues a prompt, and prints it; the folder holds the tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     prompt = tokenizer("Args:\n    input (Tensor):", return_tensors="pt")
     (tokens,) = model.generate(
@@ -395,7 +411,7 @@ def print_sample(model: Any, tokenizer_folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains a Llama, and a LoRA on it; saves and loads both; plots."""
+    """Trains a Llama, and a LoRA on it; saves and loads both; prints a sample, and plots."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ def weight_fn(batch: Batch) -> Tensor:
 
 
 def make_optimizer(rates: Rates) -> ps.optim.Optimizer:
-    """Makes SGD with a learning rate for each layer."""
+    """Makes SGD with momentum, and a learning rate for each layer."""
     optimizers = {}
     for layer, rate in rates.items():
         optimizers[layer] = ps.optim.sgd(rate, momentum=MOMENTUM)
@@ -54,7 +54,7 @@ def make_optimizer(rates: Rates) -> ps.optim.Optimizer:
 
 
 def train(rates: Rates, run: Any) -> Tensor:
-    """Trains one run; returns the loss of each update, then that of rows it has not seen."""
+    """Trains one run; returns each update's loss, and at last that of rows it has not seen."""
     optimizer = make_optimizer(rates)
     update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
     params = run["params"]
@@ -71,7 +71,10 @@ def train(rates: Rates, run: Any) -> Tensor:
 
 
 def sample_run(generator: torch.Generator) -> Any:
-    """Draws initial parameters, and rows of a function that is made of waves."""
+    """Draws ``params``, and ``batches`` of rows of a function that is made of waves.
+
+    The rows are enough for all updates and one unseen batch.
+    """
     num_batches = UPDATES + 1
     num_rows = 2 * ROWS * num_batches
     x = torch.randn(num_rows, 4, generator=generator, dtype=torch.float64)
@@ -84,7 +87,7 @@ def sample_run(generator: torch.Generator) -> Any:
 
 
 def sample_runs(num_runs: int, generator: torch.Generator) -> Any:
-    """Draws runs, and stacks them."""
+    """Draws runs, and stacks their leaves along a new first dimension."""
     runs = [sample_run(generator) for _ in range(num_runs)]
 
     def stack(*leaves: Tensor) -> Tensor:
@@ -108,18 +111,18 @@ def compute_final_losses(log_rates: Rates, runs: Any) -> Tensor:
 
 
 def weight_runs(runs: Any) -> Tensor:
-    """Gives each run the weight 1."""
+    """Returns the weight 1 for each of the stacked runs."""
     num_runs = len(runs["batches"]["x"])
     return torch.ones(num_runs)
 
 
 def share_rate(log_rate: Tensor) -> Rates:
-    """Gives all layers the same logarithm of a rate."""
+    """Returns a dict with the same logarithm of a rate for every layer."""
     return dict.fromkeys(LAYERS, log_rate)
 
 
 def find_best_single_rate(runs: Any) -> Rates:
-    """Returns for all layers the logarithm of the rate, of 16, with the least mean final loss."""
+    """Returns the logarithm of the best rate of 16, for all layers: the least mean final loss."""
 
     def compute_mean_loss(log_rate: Tensor) -> Tensor:
         log_rates = share_rate(log_rate)
@@ -136,7 +139,7 @@ def find_best_single_rate(runs: Any) -> Rates:
 def learn_rates(
     log_rates: Rates, num_steps: int, generator: torch.Generator
 ) -> list[Rates]:
-    """Learns the logarithms of the rates; returns them before and after each outer update."""
+    """Learns the logarithms of the rates; returns the initial ones, then those of each update."""
     optimizer = ps.optim.adamw(0.1, weight_decay=0.0)
     update_step = ps.make_update_step(
         compute_final_losses,

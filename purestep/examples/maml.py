@@ -39,7 +39,7 @@ class Start(NamedTuple):
 
 
 def apply(params: Params, x: Tensor) -> Tensor:
-    """Predicts a number for each number."""
+    """Predicts a number for each number in ``x``; the shape stays."""
     columns = mlp.apply(params, x[..., None])
     return columns.squeeze(-1)
 
@@ -58,7 +58,7 @@ def weight_fn(batch: Batch) -> Tensor:
 def sample_uniform(
     low: float, high: float, shape: tuple[int, int], generator: torch.Generator
 ) -> Tensor:
-    """Draws numbers between two bounds."""
+    """Draws a float64 tensor of uniform numbers from ``low`` to ``high``."""
     noise = torch.rand(shape, generator=generator, dtype=torch.float64)
     return low + (high - low) * noise
 
@@ -90,7 +90,7 @@ def sample_tasks(num_tasks: int, generator: torch.Generator) -> Batch:
 
 
 def adapt(start: Start, task: Batch, num_updates: int) -> list[Params]:
-    """Learns the points of one task; returns the parameters before and after each update."""
+    """Trains on a task's support by SGD; returns the start, then the params after each update."""
     optimizer = ps.optim.sgd(start.rate)
     update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
     support = {"x": task["support_x"], "y": task["support_y"]}
@@ -105,7 +105,7 @@ def adapt(start: Start, task: Batch, num_updates: int) -> list[Params]:
 
 
 def compute_errors(start: Start, tasks: Batch, num_updates: int) -> Tensor:
-    """Computes the squared errors of points to predict, ``(tasks, updates + 1, points)``."""
+    """Adapts to each task; returns squared errors on queries, ``(tasks, updates + 1, points)``."""
 
     def compute_task_errors(task: Batch) -> Tensor:
         query = {"x": task["query_x"], "y": task["query_y"]}
@@ -119,9 +119,9 @@ def compute_errors(start: Start, tasks: Batch, num_updates: int) -> Tensor:
 
 
 def learn_initialization(num_updates: int, num_steps: int) -> Params:
-    """Learns parameters that are good after ``num_updates`` of a task.
+    """Learns parameters that have little error after ``num_updates`` of adaptation to a task.
 
-    With 0 updates, this is ordinary training.
+    With 0 updates, this is ordinary training. ``num_steps`` counts the outer updates.
     """
     generator = torch.Generator().manual_seed(0)
     widths = (1, WIDTH, WIDTH, 1)
@@ -155,7 +155,7 @@ def learn_initialization(num_updates: int, num_steps: int) -> Params:
 
 
 def find_best_rate(params: Params, tasks: Batch) -> Tensor:
-    """Finds the rate with which these parameters have the least error in the end, of 24."""
+    """Returns the best of 24 rates: the one with the least mean error after adaptation."""
 
     def compute_final_error(rate: Tensor) -> Tensor:
         start = Start(params, rate)
@@ -170,7 +170,7 @@ def find_best_rate(params: Params, tasks: Batch) -> Tensor:
 
 
 def select_largest(tasks: Batch) -> Batch:
-    """Selects the sinusoid with the largest amplitude."""
+    """Returns the one task with the largest amplitude, without the dimension of tasks."""
     largest = int(tasks["amplitude"].argmax())
     task = {}
     for name, leaf in tasks.items():
@@ -184,7 +184,7 @@ def average_errors(errors: Tensor) -> Tensor:
 
 
 def plot_fits(axes: Any, starts: Sequence[Start], task: Batch) -> None:
-    """Plots a sinusoid, what each start makes of it, and the points to learn from."""
+    """Plots a sinusoid, what each start predicts once adapted, and the points to learn from."""
     x = torch.linspace(-5, 5, 200, dtype=torch.float64)
     sinusoid = evaluate_sinusoid(x, task["amplitude"], task["phase"])
     axes.plot(x, sinusoid, color="0.8", linewidth=5)
@@ -208,7 +208,7 @@ def plot_fits(axes: Any, starts: Sequence[Start], task: Batch) -> None:
 
 
 def plot_errors(axes: Any, errors: Mapping[str, Tensor]) -> None:
-    """Plots the mean errors over the updates of a task."""
+    """Plots the mean error of each start over the updates of a task."""
     updates = range(MAX_UPDATES + 1)
     heights = [-13, 13]  # of the names, below and above their curves
     for i, name in enumerate(errors):
@@ -223,7 +223,7 @@ def plot_errors(axes: Any, errors: Mapping[str, Tensor]) -> None:
 
 
 def print_errors(errors: Mapping[str, Tensor]) -> None:
-    """Prints the mean errors before the first update of a task, and after some."""
+    """Prints the mean errors of each start before the first update of a task, and after some."""
     for name, values in errors.items():
         means = average_errors(values)
         print(

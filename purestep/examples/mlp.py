@@ -16,7 +16,10 @@ def init(
     gain: float = 1.0,
     dtype: Any = torch.float64,
 ) -> Params:
-    """Draws weights by which outputs are ``gain`` times as large as inputs; biases are zero."""
+    """Draws a weight and a zero bias for each pair of neighbouring widths, from input to output.
+
+    A layer's outputs are ``gain`` times as large as its inputs, on average.
+    """
     params = []
     for fan_in, fan_out in pairwise(widths):
         noise = torch.randn(fan_in, fan_out, generator=generator, dtype=dtype)

@@ -31,7 +31,9 @@ WINDOWS = 12
 
 
 class NoiseScale(NamedTuple):
-    """Holds tr Σ and ‖G‖², both unbiased. One step's ‖G‖² may be negative: average, then divide.
+    """Holds estimates of tr Σ and ‖G‖², both unbiased.
+
+    One step's ‖G‖² may be negative: average, then divide.
 
     >>> NoiseScale(torch.tensor(6.0), torch.tensor(2.0)).scale
     tensor(3.)
@@ -42,7 +44,7 @@ class NoiseScale(NamedTuple):
 
     @property
     def scale(self) -> Tensor:
-        """Computes tr Σ / ‖G‖², in tokens."""
+        """Returns the noise scale tr Σ / ‖G‖², in tokens."""
         return self.trace / self.squared_norm
 
 
@@ -121,7 +123,7 @@ def compute_noise_scale(params: Params, data: Batch) -> NoiseScale:
 
 
 def average(estimates: Sequence[NoiseScale]) -> NoiseScale:
-    """Averages the parts of the estimates: their ratios would be biased."""
+    """Averages ``trace`` and ``squared_norm`` apart: a mean of ratios would be biased."""
     traces = [estimate.trace for estimate in estimates]
     squared_norms = [estimate.squared_norm for estimate in estimates]
     return NoiseScale(
@@ -131,7 +133,7 @@ def average(estimates: Sequence[NoiseScale]) -> NoiseScale:
 
 
 def sample_group(data: Batch, generator: torch.Generator) -> list[Batch]:
-    """Draws the microbatches of a step, with replacement."""
+    """Draws the microbatches of one step, of sizes ``SIZES``, from the rows with replacement."""
     num_rows = sum(SIZES)
     rows = torch.randint(EXAMPLES, (num_rows,), generator=generator)
     group = []
@@ -150,7 +152,10 @@ class Window(NamedTuple):
 
 
 def measure(num_steps: int) -> list[Window]:
-    """Trains; averages the estimates over each window of steps."""
+    """Trains; returns the mean estimate and the exact noise scale for each window of steps.
+
+    A window has two steps at least. Steps that fill no window are left out.
+    """
     generator = torch.Generator().manual_seed(0)
     params = init(generator)
     opt_state = OPTIMIZER.init(params)
@@ -183,7 +188,7 @@ def measure(num_steps: int) -> list[Window]:
 
 
 def plot(path: Path, windows: list[Window]) -> None:
-    """Plots both noise scales over the steps."""
+    """Plots both noise scales over the steps, and saves the picture."""
     figure, (axes,) = picture.make_panels(
         "The noise scale grows while the model learns"
     )

@@ -22,7 +22,7 @@ FONT_SIZE = 15
 def make_parser(
     description: str | None, name: str, steps: int
 ) -> argparse.ArgumentParser:
-    """Makes a command line with ``--steps`` and ``--picture``."""
+    """Makes a command line: ``--steps``, and ``--picture``, which defaults to ``name``.png."""
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawTextHelpFormatter,
@@ -36,7 +36,7 @@ def make_parser(
 
 
 def positive_int(text: str) -> int:
-    """Parses a whole number from 1 on."""
+    """Parses a whole number for ``argparse``; raises its error below 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
@@ -44,7 +44,10 @@ def positive_int(text: str) -> int:
 
 
 def writable_path(text: str) -> Path:
-    """Parses a path in a folder that exists: a long run should not fail at its end."""
+    """Parses a path for ``argparse``; raises its error unless the folder exists.
+
+    A long run should not fail at its end.
+    """
     path = Path(text)
     try:
         os.scandir(path.parent).close()
@@ -54,7 +57,10 @@ def writable_path(text: str) -> Path:
 
 
 def make_panels(*titles: str, **options: Any) -> tuple[Figure, list[Any]]:
-    """Makes a figure with one panel under each title."""
+    """Makes a figure with one panel under each title; returns both, panels left to right.
+
+    ``options`` go to ``Figure.subplots``.
+    """
     # matplotlib takes a while to load, and most ranks draw nothing.
     from matplotlib.figure import Figure
 
@@ -68,7 +74,7 @@ def make_panels(*titles: str, **options: Any) -> tuple[Figure, list[Any]]:
 
 
 def plot_line(axes: Any, x: Any, y: Any, color: str, **options: Any) -> None:
-    """Plots a curve."""
+    """Plots a curve; ``options`` go to ``axes.plot``."""
     axes.plot(x, y, color=color, linewidth=1.8, markersize=4, **options)
 
 
@@ -98,12 +104,12 @@ def annotate_end(
     color: str,
     shift: tuple[float, float],
 ) -> None:
-    """Writes text above or below the right end of a curve."""
+    """Writes text above or below the right end of a curve, by ``shift`` in points of type."""
     end = (x[-1], y[-1])
     annotate(axes, text, end, color, shift, ha="right")
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes the figure to a file, and prints the file's name."""
+    """Writes the figure to a file as PNG, and prints the path."""
     figure.savefig(path, format="png")
     print(f"picture: {path}")

@@ -63,6 +63,7 @@ def accumulate(
 
     ``psum`` the result over the ranks once. Gradients are added in place during the backward pass,
     so only one tree of them is alive. The loss may do what it may do in ``make_update_step``.
+    Raises ``ValueError`` if there are tokens, but no loss depends on params.
 
     Args:
         loss_fn: returns one loss per token, or ``LossOutput``.
@@ -114,9 +115,12 @@ def accumulate_group(
 ) -> GradSums:
     """Sums loss and gradients of a group by the backends of its loss, as ``accumulate`` says.
 
-    ``divisors`` are the ``denominators`` of the counts of all ranks; None: plain sums.
-    ``on_grad_ready`` takes each leaf's sum during the last backward pass. ``needs_checks`` looks
-    for a loss that writes to params, or that recomputes with other parameters.
+    ``divisors`` are the ``denominators`` of the counts of all ranks; None: plain sums. In the last
+    backward pass, a backend may replace each leaf's sum by what ``on_grad_ready`` returns for it.
+    ``needs_checks`` raises for a loss that writes to params, or that recomputes with other
+    parameters.
+
+    Raises ``ValueError`` if there are tokens, but no loss depends on params.
     """
     if torch.compiler.is_dynamo_compiling() and is_scanned(group, params):
         return scan_group(
@@ -144,7 +148,7 @@ def accumulate_group(
         for index, weights in enumerate(
             group.weights or [None] * len(group.microbatches)
         ):
-            microbatch = next(microbatches)
+            microbatch = validation.take_next(microbatches, group.microbatches)
             if weights is None and weight_fn is not None:
                 weights = compute_weights(weight_fn, microbatch)
             data, is_recorded = detach_data(microbatch, is_recorded)
@@ -166,8 +170,7 @@ def accumulate_group(
             # Its memory is free before the sequence makes the next one.
             del microbatch, weights, data, result
 
-    if next(microbatches, None) is not None:
-        raise validation.wrong_length_error(group.microbatches)
+    validation.check_all_taken(microbatches, group.microbatches)
     counts = group.counts or sum_weights(used_weights)
     if losses and not depends_on_params and has_tokens(counts):
         raise validation.no_dependence_error()
@@ -182,9 +185,9 @@ def accumulate_group(
 
 
 def detach_data(microbatch: Microbatch, is_recorded: bool) -> tuple[Microbatch, bool]:
-    """Detaches a microbatch, so that ``requires_grad_()`` in the loss spares the caller's tensors.
+    """Returns a detached microbatch and False: ``requires_grad_()`` in a loss spares the original.
 
-    If a step is recorded, or data have a graph, it returns the microbatch itself, and True.
+    If the step is recorded, or data have a graph, it returns the microbatch itself, and True.
     """
     leaves, spec = tree.flatten(microbatch)
     detach: Callable[[Any], Any] = Tensor.detach
@@ -198,7 +201,7 @@ def detach_data(microbatch: Microbatch, is_recorded: bool) -> tuple[Microbatch, 
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """Names what runs in the context, for ``torch.profiler``. Where none runs, it does nothing.
+    """Names what runs in the context, for ``torch.profiler``; without a profiler it does nothing.
 
     >>> from torch.profiler import profile
     >>> with profile() as prof, profiler_range("purestep.example"):
@@ -213,7 +216,9 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
 
 
 def add_aux(total: Tree, aux: Tree) -> Tree:
-    """Adds ``LossOutput.aux`` to the sum so far, in memory that the loss does not share.
+    """Returns the sum of both in new memory; a ``total`` without leaves counts as zero.
+
+    Half precision is summed in float32, integers in int64. Raises ``ValueError`` if shapes differ.
 
     >>> add_aux({"correct": torch.tensor(2)}, {"correct": torch.tensor(3)})
     {'correct': tensor(5)}
@@ -225,7 +230,10 @@ def add_aux(total: Tree, aux: Tree) -> Tree:
 
 
 def _add_aux_leaf(total: Tensor, leaf: Tensor) -> Tensor:
-    """Adds one leaf; raises where its shape depends on the microbatch, as of per-token values."""
+    """Returns the sum of two leaves; raises ``ValueError`` if their shapes differ.
+
+    Shapes differ between microbatches if the loss returns values per token.
+    """
     if total.shape != leaf.shape:
         raise ValueError(
             f"LossOutput.aux has a leaf of shape {tuple(total.shape)} in one microbatch and "
@@ -235,7 +243,9 @@ def _add_aux_leaf(total: Tensor, leaf: Tensor) -> Tensor:
 
 
 def sum_losses(losses: list[Tensor], like: Tensor) -> Tensor:
-    """Adds the losses of all microbatches in float64; without any, returns a zero like a param.
+    """Adds the losses of all microbatches in float64, and returns the sum in their dtype.
+
+    Without any, returns a scalar zero on the device of ``like``, in float32 at least.
 
     >>> sum_losses([torch.tensor(1.0), torch.tensor(2.0)], torch.tensor(0.0))
     tensor(3.)

@@ -30,7 +30,8 @@ class GradBackends(NamedTuple):
     """Holds the gradient backends of a loss, for each way in which a step may run.
 
     ``plain`` is the compiled one with ``compile=True``. ``recorded`` serves where a transform,
-    autograd or a compiler around the step follows the values.
+    autograd or a compiler around the step follows the values. ``scanned`` serves in the body of a
+    loop in a compiler's trace.
     """
 
     plain: GradFn
@@ -42,7 +43,11 @@ class GradBackends(NamedTuple):
 def make_backends(
     loss_fn: LossFn, grad_and_value: GradAndValue, compile_: bool | Compiler = False
 ) -> GradBackends:
-    """Makes the backends of a loss, once for all updates, so that a compiler compiles it once."""
+    """Makes the backends of a loss; call it once for all updates, so that a loss compiles once.
+
+    ``compile_`` compiles the plain backend. With a ``grad_and_value`` of the user's, the recorded
+    one is the same. Raises ``TypeError`` if that is not callable.
+    """
     validation.check_callable("grad_and_value", grad_and_value)
     if grad_and_value is not default_grad_and_value:
         grads_of = from_user_grad_and_value(grad_and_value)

@@ -12,7 +12,12 @@ from torch import Tensor
 from purestep import tree
 from purestep.compiling import Compiler, graph
 from purestep.grads.functional import detach_results, in_graphs, microbatch_grads
-from purestep.grads.inplace import clone_aliased, inplace_backward, vjp_grads
+from purestep.grads.inplace import (
+    clone_aliased,
+    inplace_backward,
+    vjp_grads,
+    zeros_for_missing,
+)
 from purestep.grads.microbatch import (
     GradAccumulator,
     GradFn,
@@ -25,10 +30,11 @@ from purestep.types import GradHook, LossFn, Tree
 def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
     """Makes a backend whose single graph differentiates the loss and makes or updates the sums.
 
-    Not all that the compiler takes has a graph with its gradients: a checkpoint has none. Then the
-    loss is compiled as torch compiles it, whose autograd has a second graph for the backward pass,
-    and ``inplace_backward`` adds the gradients. If there is no such graph either, a warning says
-    why, and the loss runs eagerly.
+    With ``needs_checks``, a first microbatch also runs the loss eagerly. Not all that the compiler
+    takes has a graph with its gradients: a checkpoint has none. Then the loss is compiled as torch
+    compiles it, whose autograd has a second graph for the backward pass, and ``inplace_backward``
+    adds the gradients. If there is no such graph either, a warning says why, and the loss runs
+    eagerly.
     """
 
     grads_of = in_graphs(vjp_grads, is_autograd=True)
@@ -62,13 +68,15 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
         on_grad_ready: GradHook | None,
     ) -> MicrobatchResult:
         params = tree.unflatten(inputs.spec, inputs.leaves)
-        is_first = any(total is None for total in accumulator.values)
+        is_first = all(total is None for total in accumulator.values)
         if inputs.needs_checks and is_first:
             _check_eagerly(loss_fn, inputs)
+        # A microbatch that ran without a graph leaves None where no gradient came.
+        sums = None if is_first else zeros_for_missing(accumulator, inputs.leaves)
         result: MicrobatchResult
         totals, result = run_graph(
             params,
-            None if is_first else accumulator.values,
+            sums,
             accumulator.dtypes,
             inputs.microbatch,
             inputs.weights,
@@ -116,9 +124,9 @@ def backward_of_compiled_loss(
 
 
 def _check_eagerly(loss_fn: LossFn, inputs: MicrobatchInputs) -> None:
-    """Runs the loss once as it is: checks inside it, as of a module's call, see no trace.
+    """Runs the loss once in eager mode: checks inside it, as of a module's call, see no trace.
 
-    Random numbers that it draws are drawn again by the graph.
+    Restores the random generators, so that the graph draws the same numbers.
     """
     leaves = [leaf.detach().requires_grad_() for leaf in inputs.leaves]
     with torch.enable_grad(), preserve_generators(inputs.leaves[0].device):

@@ -48,8 +48,9 @@ def functional_backward(
 ) -> GradFn:
     """Makes a backend that differentiates the loss by ``grads_of`` and adds gradients out of place.
 
-    It never calls ``on_grad_ready``. ``copy`` clones what ``grads_of`` may keep: a compiler writes
-    to its results in the next call.
+    It never calls ``on_grad_ready``. It detaches gradients and results unless params or data may be
+    differentiated. ``copy`` clones what ``grads_of`` may keep: a compiler writes to its results in
+    the next call.
     """
     differentiate = functools.partial(microbatch_grads, loss_fn, grads_of)
     run = graph.compile_or_fall_back(differentiate, compile_)
@@ -109,7 +110,7 @@ def microbatch_grads(
 
 
 def in_graphs(grads_of: GradsOf, *, is_autograd: bool = False) -> GradsOf:
-    """Makes ``grads_of`` serve in a compiler's trace, too, at sizes that vary.
+    """Wraps ``grads_of`` to work in a compiler's trace, too, at sizes that vary.
 
     ``is_autograd`` says that autograd would give the same gradients. Then autograd takes the place
     of ``grads_of`` in a trace, unless further derivatives may be taken. Autograd takes more
@@ -136,7 +137,11 @@ def in_graphs(grads_of: GradsOf, *, is_autograd: bool = False) -> GradsOf:
 def _traced_grads(
     function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """Differentiates ``function(*leaves) -> (value, aux)`` by autograd, in a trace."""
+    """Differentiates ``function(*leaves) -> (value, aux)`` by autograd, in a trace.
+
+    Returns gradients, value and aux, all detached. The compiler fails in the body of a
+    ``torch.cond``, where autograd gives zeros.
+    """
     graph.refuse_bodies()
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     with torch.enable_grad():
@@ -146,7 +151,10 @@ def _traced_grads(
 
 
 def from_user_grad_and_value(grad_and_value: GradAndValue) -> GradsOf:
-    """Turns the user's ``grad_and_value(f, has_aux=True)(leaves)`` into a ``GradsOf``."""
+    """Turns the user's ``grad_and_value(f, has_aux=True)(leaves)`` into a ``GradsOf``.
+
+    On torch 2.11, the result raises ``ValueError`` in inference mode.
+    """
 
     def grads_of(
         function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
@@ -162,7 +170,7 @@ def from_user_grad_and_value(grad_and_value: GradAndValue) -> GradsOf:
 def detach_results(
     grads: list[Tensor], result: MicrobatchResult
 ) -> tuple[list[Tensor], MicrobatchResult]:
-    """Detaches gradients and results: tensors that a loss closes over count as constants."""
+    """Returns gradients and result, detached: tensors that a loss closes over are constants."""
     detached = MicrobatchResult(
         result.loss.detach(),
         result.weights.detach(),
@@ -175,7 +183,10 @@ def detach_results(
 def add_grads(
     accumulator: GradAccumulator, grads: Sequence[Tensor], *, copy: bool = False
 ) -> None:
-    """Adds gradients out of place, so that sums may be recorded; ``copy`` clones the first."""
+    """Adds gradients to the accumulator's sums out of place, so that sums may be recorded.
+
+    Each is made dense and cast to its sum's dtype. ``copy`` clones the first gradient of each leaf.
+    """
     values = accumulator.values
     for index, (grad, dtype) in enumerate(zip(grads, accumulator.dtypes, strict=True)):
         total = values[index]

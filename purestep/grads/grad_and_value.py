@@ -89,9 +89,9 @@ def _free_as_it_runs(
 ) -> tuple[list[Tensor], Tensor, list[Tensor]] | None:
     """Differentiates by autograd's own pass, which frees activations as it runs.
 
-    Returns gradients, value and aux, all detached. Returns None where the value depends on other
-    tensors that require grad. It may be differentiated by these later, as in a loss that
-    differentiates by its data.
+    Returns gradients, value and aux, all detached. In grad mode, it returns None where the value
+    depends on other tensors that require grad. It may be differentiated by these later, as in a
+    loss that differentiates by its data.
     """
     accumulator = GradAccumulator([None] * len(leaves), [leaf.dtype for leaf in leaves])
     variables = [leaf.detach().requires_grad_() for leaf in leaves]
@@ -108,7 +108,10 @@ def _free_as_it_runs(
 
 
 def _split_output(output: Any, has_aux: bool) -> tuple[Tensor, Tree]:
-    """Splits an output into scalar and aux, which is None without ``has_aux``, or raises."""
+    """Splits an output into scalar and aux, which is None without ``has_aux``.
+
+    Raises ``ValueError`` if it has another form.
+    """
     is_pair = has_aux and isinstance(output, tuple) and len(output) == 2
     value, aux = output if is_pair else (output, None)
     if not isinstance(value, Tensor) or value.ndim != 0 or is_pair != has_aux:

@@ -30,8 +30,9 @@ def inplace_backward(
 ) -> GradFn:
     """Makes a backend that runs autograd's own pass, on leaves made for one microbatch alone.
 
-    Hooks that a loss registers on these leaves, and backward passes that it runs, end with them.
-    With ``own_leaves``, the leaves are those that it returns, which share the memory of the params.
+    It adds gradients in place to the sums. Hooks that a loss registers on these leaves, and
+    backward passes that it runs, end with them. With ``own_leaves``, the leaves are those that it
+    returns, which share the memory of the params.
     """
 
     def grad_fn(
@@ -87,7 +88,9 @@ def run_backward_into(
 
     It removes terms that require no grad, and their cotangents, from the lists. Returns False if no
     term is left; else whether any leaf has a sum, even from an earlier microbatch. No sum shares
-    memory with ``data``.
+    memory with ``data``. ``on_grad_ready`` takes each sum that the pass reaches, and returns the
+    tensor to keep. ``needs_checks`` warns of module parameters beside ``leaves``, and raises if the
+    loss recomputes with them.
     """
     for index in reversed(range(len(terms))):
         if not terms[index].requires_grad:
@@ -142,8 +145,9 @@ def _take_totals(
 ) -> bool:
     """Moves each leaf's ``.grad`` into the accumulator; returns whether there is any.
 
-    New sums are cloned if they share memory with ``others``, ``data`` or each other. Without
-    ``others`` none are: autograd has added to sums that share no memory.
+    New sums, without one in ``totals_before``, are cloned if they share memory with ``others``,
+    ``data`` or each other. Without ``others`` none are: autograd has added to sums that share no
+    memory.
     """
     has_grad = False
     for index, leaf in enumerate(leaves):
@@ -160,7 +164,10 @@ def _take_totals(
 def _grad_hooks(
     on_grad_ready: GradHook, leaves: list[Tensor], totals_before: list[Tensor | None]
 ) -> Iterator[None]:
-    """Hands over the final sum of each leaf that a backward pass inside the context reaches."""
+    """Calls ``on_grad_ready`` with the final sum of each leaf that a backward pass here reaches.
+
+    What it returns becomes the leaf's ``.grad``. The hooks are removed at the end of the context.
+    """
     handles = []
     for index, leaf in enumerate(leaves):
         hook = functools.partial(_call_grad_hook, on_grad_ready, totals_before, index)
@@ -178,7 +185,10 @@ def _call_grad_hook(
     index: int,
     leaf: Tensor,
 ) -> None:
-    """Hands over the final sum of a leaf; notes in ``totals_before`` a sum that has moved."""
+    """Replaces a leaf's ``.grad`` by what ``on_grad_ready`` returns for it; leaves None alone.
+
+    A sum that has moved is also written to ``totals_before``: it is no new one.
+    """
     total = leaf.grad
     if total is None:  # A torch.autograd.Function may return none for it.
         return
@@ -195,9 +205,9 @@ def clone_aliased(
     """Replaces each new gradient in the list that shares memory by a clone, which can be added to.
 
     Both gradients of ``torch.stack([a, b]).sum(0)``, say, lie in one storage, with the cotangent.
-    And a ``torch.autograd.Function`` may return a param or data that it has saved: ``others``.
-    Where there was a sum before, the gradient is added to it, so it is not new. A new sparse
-    gradient becomes dense.
+    And a ``torch.autograd.Function`` may return a param or data that it has saved: ``others``. An
+    expanded gradient shares memory with itself. Where there was a sum before, the gradient is added
+    to it, so it is not new. A new sparse gradient becomes dense.
     """
     addresses: list[int | None] = []
     for tensor in [*others, *grads]:
@@ -245,7 +255,7 @@ def vjp_grads(
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     """Differentiates ``function(*leaves) -> (value, aux)`` by ``torch.func.vjp``.
 
-    Returns gradients, value and aux.
+    Returns gradients, value and aux. Raises ``ValueError`` in inference mode on torch 2.11.
 
     >>> vjp_grads(lambda w: (w**2, [2 * w]), [torch.tensor(3.0)])
     ([tensor(6.)], tensor(9.), [tensor(6.)])

@@ -12,7 +12,11 @@ from purestep.types import GradHook, Microbatch, TokenCounts, Tree
 
 
 class MicrobatchInputs(NamedTuple):
-    """Holds one microbatch, and the params at which its part of the loss is differentiated."""
+    """Holds one microbatch, and the params at which its part of the loss is differentiated.
+
+    ``weights`` are None if the loss returns them, ``denominators`` None for plain sums.
+    ``needs_checks`` asks for checks of the loss.
+    """
 
     leaves: list[Tensor]
     spec: tree.TreeSpec
@@ -26,7 +30,7 @@ class MicrobatchInputs(NamedTuple):
 
 
 class MicrobatchResult(NamedTuple):
-    """Holds what a microbatch gives beside gradients."""
+    """Holds a microbatch's loss, weights and aux, and whether the loss depends on params."""
 
     loss: Tensor
     weights: Tensor
@@ -44,8 +48,8 @@ class GradAccumulator(NamedTuple):
 class GradFn(Protocol):
     """Adds the gradients of one microbatch to the accumulator, and returns its other results.
 
-    It may hand final sums to ``on_grad_ready``, which returns where a sum lies from then on. Sums
-    that it does not hand over are left to the caller.
+    It may call ``on_grad_ready`` with the index and the final sum of a leaf, and keeps the tensor
+    that this returns. Sums for which it does not are left to the caller.
     """
 
     def __call__(

@@ -5,6 +5,8 @@ ranks gather and scatter together, so a rank with fewer microbatches joins the o
 With ``gather="loss"``, it runs its last microbatch again, with weights of zero.
 """
 
+import itertools
+from collections.abc import Iterator, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -43,9 +45,10 @@ class Repeated(NamedTuple):
 
 
 def accept_repeated(loss_fn: LossFn, gather: Gather) -> LossFn:
-    """Wraps a loss to take ``Repeated`` microbatches, too, without their ``aux``, added before.
+    """Wraps a loss to take ``Repeated`` microbatches, too.
 
-    Returns the loss itself unless ``gather`` is "loss".
+    Their ``aux`` is dropped, since the microbatch has added it before. Returns the loss itself
+    unless ``gather`` is "loss".
     """
     if gather != "loss":
         return loss_fn
@@ -62,13 +65,32 @@ def accept_repeated(loss_fn: LossFn, gather: Gather) -> LossFn:
     return wrapped
 
 
+class PaddedMicrobatches(Sequence[Microbatch]):
+    """Appends one microbatch several times to a sequence, which makes its own as they are read."""
+
+    def __init__(
+        self, microbatches: Sequence[Microbatch], padding: Microbatch, times: int
+    ) -> None:
+        self.microbatches = microbatches
+        self.padding = [padding] * times
+
+    def __len__(self) -> int:
+        return len(self.microbatches) + len(self.padding)
+
+    def __getitem__(self, index: Any) -> Any:
+        return [*self][index]
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        return itertools.chain(self.microbatches, self.padding)
+
+
 def pad_microbatches(
     group: WeightedMicrobatches,
     length: int,
     gather: Gather,
     weight_fn: WeightFn | None,
 ) -> WeightedMicrobatches:
-    """Appends microbatches without tokens until the group has this many.
+    """Appends microbatches without tokens until the group has ``length``; counts stay.
 
     Each is ``JOIN``, for which no loss runs. With ``gather="loss"``, each is the last microbatch
     again, at weight 0. There a group without ``weight_fn`` stays as it is: its losses return the
@@ -91,7 +113,7 @@ def pad_microbatches(
         weights = torch.zeros_like(compute_weights(weight_fn, last))
     present = group.weights or [None] * len(group.microbatches)
     return WeightedMicrobatches(
-        [*group.microbatches, *[padding] * num_missing],
+        PaddedMicrobatches(group.microbatches, padding, num_missing),
         [*present, *[weights] * num_missing],
         group.counts,
     )
@@ -100,9 +122,9 @@ def pad_microbatches(
 def gather_in_backends(backends: GradBackends, gather: Gather) -> GradBackends:
     """Wraps backends, so that sharded params are gathered where ``gather`` says.
 
-    "step": they are gathered before, once. "microbatch": the backends see params gathered for one
-    microbatch, and their gradients become shards. "loss": the loss gathers params, and all ranks
-    scatter their gradients together in the backward pass.
+    "step": they are gathered before, once, and the backends stay as they are. "microbatch": the
+    backends see params gathered for one microbatch, and their gradients become shards. "loss": the
+    loss gathers params, and all ranks scatter their gradients together in the backward pass.
     """
     if gather == "step":
         return backends
@@ -116,7 +138,7 @@ def _with_check_of_grads(
     accumulator: GradAccumulator,
     on_grad_ready: GradHook | None,
 ) -> MicrobatchResult:
-    """Computes gradients; raises if the loss reaches no param and other ranks would wait.
+    """Computes gradients; raises ``ValueError`` if none reaches a param and others would wait.
 
     Such a rank scatters no gradients. The others would wait for it at the next gather.
     """
@@ -134,10 +156,10 @@ def _with_full_params(
     accumulator: GradAccumulator,
     on_grad_ready: GradHook | None,
 ) -> MicrobatchResult:
-    """Differentiates at gathered params, and adds this rank's shards of the gradients.
+    """Gathers params, differentiates there, and adds this rank's shards of the gradients.
 
-    For ``JOIN`` no loss runs, and the gradients are zeros. ``on_grad_ready`` is called only where
-    no param is sharded.
+    All ranks of a shard's axis take part. For ``JOIN`` no loss runs, and the gradients are zeros.
+    ``on_grad_ready`` is called only where no param is sharded.
     """
     shard_specs = {}
     for index, shard_spec in enumerate(tree.shard_specs(inputs.spec)):
@@ -165,5 +187,5 @@ def _with_full_params(
 
 
 def _no_tokens() -> Tensor:
-    """Returns the weights of a microbatch without tokens."""
+    """Returns the weights of a microbatch without tokens: one False, on the host."""
     return torch.zeros(1, dtype=torch.bool)

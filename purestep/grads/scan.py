@@ -24,9 +24,10 @@ from purestep.types import GradSums, Params, TokenCounts, WeightFn
 
 
 def is_scanned(group: WeightedMicrobatches, params: Params) -> bool:
-    """Returns whether a compiler makes one body of the microbatches of a group that it traces.
+    """Returns whether a compiler traces a group as one loop body, instead of unrolling it.
 
-    One microbatch is no loop, and what autograd or a transform follows is unrolled.
+    False unless the group is ``Stacked`` and has several microbatches. False, too, where autograd
+    or a transform may differentiate params or batch.
     """
     microbatches = group.microbatches
     if not isinstance(microbatches, Stacked) or len(microbatches) == 1:
@@ -43,7 +44,10 @@ def scan_group(
     *,
     accum_dtype: torch.dtype | None,
 ) -> GradSums:
-    """Sums loss and gradients of a stacked group, as ``accumulate_group`` does."""
+    """Sums loss and gradients of a stacked group by one ``scan``, as ``accumulate_group`` does.
+
+    Raises ``ValueError`` if the losses do not depend on params.
+    """
     leaves, spec = tree.flatten(params)
     dtypes = [accum_dtype or accumulation_dtype(leaf.dtype) for leaf in leaves]
     microbatches: Any = group.microbatches
@@ -82,7 +86,9 @@ def scan_group(
 
 
 def sum_rows(rows: Tensor) -> Tensor:
-    """Sums over the microbatches, in the dtype in which ``LossOutput.aux`` is summed.
+    """Sums over dimension 0, the microbatches, in the dtype in which ``LossOutput.aux`` is summed.
+
+    That is int64 for bools and integers, and at least float32 for the others.
 
     >>> sum_rows(torch.tensor([[True, False], [True, True]]))
     tensor([2, 1])

@@ -5,11 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from purestep.tree import accumulation_dtype
-
 
 def promote_same_shape(**tensors: Tensor) -> list[Tensor]:
-    """Converts tensors to float32 or wider, and raises unless they have one shape.
+    """Converts tensors to float32 or wider, and raises ``ValueError`` unless they have one shape.
 
     Broadcasting would pair values of different units.
 
@@ -27,11 +25,14 @@ def promote_same_shape(**tensors: Tensor) -> list[Tensor]:
                 f"{tuple(first.shape)}: they are paired one by one and never broadcast; reshape "
                 "one of them"
             )
-    return [tensor.to(accumulation_dtype(tensor.dtype)) for tensor in tensors.values()]
+    promoted = []
+    for tensor in tensors.values():
+        promoted.append(tensor.to(torch.promote_types(tensor.dtype, torch.float32)))
+    return promoted
 
 
 def labels_to_int64(labels: Tensor) -> Tensor:
-    """Converts labels to int64, and raises for floats, which would be truncated."""
+    """Converts labels to int64, and raises ``TypeError`` for float or complex labels."""
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(
             f"labels are {labels.dtype}, but they are class numbers: pass labels.long() if these "

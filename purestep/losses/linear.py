@@ -138,7 +138,11 @@ def linear_kl_divergence(
         hidden, weight, teacher_hidden.shape[:-1], "teacher_hidden without its features"
     )
     _check_product(
-        teacher_hidden, teacher_weight, hidden.shape[:-1], "hidden without its features"
+        teacher_hidden,
+        teacher_weight,
+        hidden.shape[:-1],
+        "hidden without its features",
+        owner="teacher_",
     )
     if len(weight) != len(teacher_weight):
         raise ValueError(
@@ -170,7 +174,10 @@ def linear_kl_divergence(
 
 
 def _as_summable_rows(hidden: Tensor) -> Tensor:
-    """Returns (tokens, features) in the dtype in which gradients from all chunks add up."""
+    """Flattens hidden states to (tokens, features), in float32 or wider.
+
+    In this dtype, autograd sums the gradients that come from all chunks.
+    """
     rows = rearrange(hidden, "... features -> (...) features")
     return rows.to(accumulation_dtype(hidden.dtype))
 
@@ -182,8 +189,10 @@ def _compute_chunk_of_divergence(
     teacher_head: Head,
     temperature: float,
 ) -> tuple[Tensor, ...]:
-    """Returns the greatest logit and Σ exp, of student and teacher, and Σ exp x′ · (x′ − x).
+    """Computes, from one chunk of classes, what each token's KL divergence is made of.
 
+    Returns the greatest logit and Σ exp of the student, both of the teacher, and Σ exp x′ · (x′ −
+    x). Here x and x′ are the student's and the teacher's logits, divided by the temperature.
     Exponentials are of logits less the greatest one.
     """
     x = compute_logits(hidden, head) / temperature
@@ -195,7 +204,11 @@ def _compute_chunk_of_divergence(
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """Casts a tensor as autocast does for a product: the backward pass may run without it."""
+    """Casts a tensor to autocast's dtype, as autocast does before a product.
+
+    Returns it as it is if autocast is off, or if it is float64. The backward pass may run outside
+    of autocast, and then computes the same product.
+    """
     device_type = tensor.device.type
     is_enabled = torch.is_autocast_enabled(device_type)
     if tensor.dtype == torch.float64 or not is_enabled:
@@ -204,22 +217,32 @@ def _autocast(tensor: Tensor) -> Tensor:
 
 
 def _check_product(
-    hidden: Tensor, weight: Tensor, tokens: torch.Size, tokens_name: str
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: torch.Size,
+    tokens_name: str,
+    *,
+    owner: str = "",
 ) -> None:
-    """Raises unless ``hidden @ weight.T`` has logits for these tokens."""
+    """Raises ``ValueError`` unless ``hidden @ weight.T`` has logits for tokens of this shape.
+
+    Without autocast, both need one dtype. ``tokens_name`` says in the message where the shape is
+    from.
+    """
     if hidden.ndim == 0 or hidden.shape[:-1] != tokens:
         raise ValueError(
-            f"hidden of shape {tuple(hidden.shape)} against {tokens_name} of shape "
-            f"{tuple(tokens)}: hidden needs that shape and then one dimension of features"
+            f"{owner}hidden of shape {tuple(hidden.shape)} against {tokens_name} of shape "
+            f"{tuple(tokens)}: {owner}hidden needs that shape and then one dimension of features"
         )
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
-            f"weight of shape {tuple(weight.shape)} against hidden of shape {tuple(hidden.shape)}: "
-            f"weight needs shape (classes, {hidden.shape[-1]}), as torch.nn.Linear has it"
+            f"{owner}weight of shape {tuple(weight.shape)} against {owner}hidden of shape "
+            f"{tuple(hidden.shape)}: {owner}weight needs shape (classes, {hidden.shape[-1]}), as "
+            "torch.nn.Linear has it"
         )
     is_autocast = torch.is_autocast_enabled(hidden.device.type)
     if weight.dtype != hidden.dtype and not is_autocast:
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight is {weight.dtype}: their product needs one "
-            "dtype, as in hidden.to(weight.dtype), or autocast"
+            f"{owner}hidden is {hidden.dtype} and {owner}weight is {weight.dtype}: their product "
+            "needs one dtype, as in hidden.to(weight.dtype), or autocast"
         )

@@ -12,7 +12,7 @@ def mse(predictions: Tensor, targets: Tensor, *, batch_dims: int = 1) -> Tensor:
 
         ℓᵢ = meanⱼ (xᵢⱼ − yᵢⱼ)²
 
-    A step's loss is then torch's ``MSELoss`` over all rows, for any cut.
+    A step's loss is then torch's ``MSELoss`` over all rows, for any cut into microbatches.
 
     Args:
         predictions: x.

@@ -27,12 +27,12 @@ MIN_CLASSES = 256
 
 
 class Head(NamedTuple):
-    """Holds the last layer of a model.
+    """Holds the last layer of a model, which computes logits of hidden states.
 
     Attributes:
         weight: of shape (classes, features).
-        bias: of shape (classes,).
-        soft_cap: c, where logits are c · tanh(x / c).
+        bias: of shape (classes,), or None.
+        soft_cap: c, where logits are c · tanh(x / c); None: no cap.
     """
 
     weight: Tensor
@@ -41,11 +41,11 @@ class Head(NamedTuple):
 
 
 class LogitStatistics(NamedTuple):
-    """Holds sums over the classes of each token.
+    """Holds, for each token, what its loss needs of the logits x of all classes.
 
     Attributes:
         z: log Σ exp x.
-        label_logit: the logit of the token's label.
+        label_logit: the logit of the token's label; 0 if the label is no class.
         total: Σ x.
     """
 
@@ -57,9 +57,10 @@ class LogitStatistics(NamedTuple):
 def compute_statistics(
     hidden: Tensor, labels: Tensor, head: Head, chunk_size: int | None
 ) -> LogitStatistics:
-    """Computes the statistics of hidden states of shape (tokens, features).
+    """Computes each token's ``LogitStatistics`` from hidden states of shape (tokens, features).
 
-    A label that is no class has a logit of 0.
+    Logits are those of one chunk of classes at a time, as ``choose_chunk_size`` says. A label that
+    is no class has a logit of 0.
 
     >>> hidden, head = torch.zeros(1, 2), Head(torch.ones(4, 2))
     >>> compute_statistics(hidden, torch.tensor([3]), head, chunk_size=3)
@@ -75,7 +76,10 @@ def compute_statistics(
 
 
 def choose_chunk_size(hidden: Tensor, head: Head, chunk_size: int | None) -> int:
-    """Chooses how many classes a chunk has: all under a compiler, which would unroll the loop.
+    """Returns how many classes a chunk has: ``chunk_size``, or by default what fits ``MAX_LOGITS``.
+
+    The default is at least ``MIN_CLASSES``. Under a compiler, which would unroll the loop, one
+    chunk has all classes. Raises ``ValueError`` if ``chunk_size`` is below 1.
 
     >>> choose_chunk_size(torch.ones(4096, 2), Head(torch.ones(131072, 2)), None)
     1024
@@ -110,7 +114,10 @@ def split_head(head: Head, size: int) -> list[Head]:
 
 
 def compute_logits(hidden: Tensor, head: Head) -> Tensor:
-    """Computes logits: the product in the weight's dtype, all that follows in hidden's."""
+    """Computes logits, with bias and soft cap; only the product is in the weight's dtype.
+
+    All that follows the product is in the dtype of ``hidden``, which is that of the result.
+    """
     x = (hidden.to(head.weight.dtype) @ head.weight.T).to(hidden.dtype)
     if head.bias is not None:
         x = x + head.bias
@@ -122,7 +129,11 @@ def compute_logits(hidden: Tensor, head: Head) -> Tensor:
 def compute_by_chunks(
     hidden: Tensor, labels: Tensor, head: Head, size: int
 ) -> LogitStatistics:
-    """Computes ``compute_statistics`` under ``remat``, with all derivatives by autograd."""
+    """Computes ``compute_statistics`` with each chunk of ``size`` classes under ``remat``.
+
+    Autograd and transforms can take all derivatives. Sums have the accumulation dtype of
+    ``hidden``.
+    """
     # In this dtype autograd adds up the gradients that come from all chunks.
     hidden = hidden.to(tree.accumulation_dtype(hidden.dtype))
     chunks = []
@@ -158,7 +169,9 @@ def _index_in_chunk(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
 
 
 def shifted_exp(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns each row's maximum, a constant, and exp(x − maximum).
+    """Returns each row's maximum, detached, and exp(x − maximum).
+
+    In a row that is all −∞, the exponentials are 0.
 
     >>> shifted_exp(torch.zeros(1, 2))
     (tensor([0.]), tensor([[1., 1.]]))
@@ -187,7 +200,11 @@ def _zero_if_minus_inf(max_: Tensor) -> Tensor:
 
 
 class _Statistics(Function):
-    """Computes ``compute_by_chunks`` in plain eager mode; its first derivative holds one chunk."""
+    """Computes ``compute_by_chunks`` in plain eager mode.
+
+    The backward pass holds one chunk's logits at a time. With ``create_graph=True``, autograd
+    computes the gradients instead, and they have a graph.
+    """
 
     @staticmethod
     def forward(
@@ -218,7 +235,10 @@ class _Statistics(Function):
 def _differentiable_grads(
     ctx: Any, cotangents: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
-    """Computes the gradients of hidden, weight and bias with a graph, for a second derivative."""
+    """Computes the gradients of hidden, weight and bias with a graph, for a second derivative.
+
+    Each is None if its input needs none. The cotangents are those of ``LogitStatistics``.
+    """
     labels, _, hidden, weight, bias = ctx.saved_tensors
     head = Head(weight, bias, ctx.soft_cap)
     statistics = compute_by_chunks(hidden, labels, head, ctx.size)
@@ -230,7 +250,11 @@ def _differentiable_grads(
 
 
 def _chunked_grads(ctx: Any, cotangents: tuple[Tensor, ...]) -> list[Tensor | None]:
-    """Computes the gradients of hidden, weight and bias from one chunk of logits at a time."""
+    """Computes the gradients of hidden, weight and bias from one chunk of logits at a time.
+
+    Each is None if its input needs none. A token whose cotangents are 0 gets exactly zero gradient,
+    even if its hidden state is NaN. The cotangents are those of ``LogitStatistics``.
+    """
     labels, z, hidden, weight, bias = ctx.saved_tensors
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[3:]
     z_grad, label_grad, total_grad = (grad.unsqueeze(-1) for grad in cotangents)

@@ -32,6 +32,9 @@ def compute_attention(
 
         dropout(softmax(q kᵀ / √d + mask)) v
 
+    With ``dropout_p=0``, torch's kernels run, and ``dropout`` is not called. Otherwise, weights are
+    computed in float32 or wider. As in torch, a query that may attend to nothing gets zeros.
+
     The other arguments are torch's, in torch's order, since modules pass some by position.
 
     >>> x = torch.eye(2)
@@ -65,6 +68,10 @@ def compute_attention(
     scores = query.to(wide_dtype) @ key.to(wide_dtype).mT
     scores = scores * scale
     if is_causal:
+        if attn_mask is not None:
+            raise ValueError(
+                "attention takes attn_mask or is_causal=True, not both: leave one of them out"
+            )
         num_queries, num_keys = scores.shape[-2:]
         # Of two dimensions, since under vmap the module may have no others.
         attn_mask = scores.new_ones(num_queries, num_keys, dtype=torch.bool).tril()
@@ -83,10 +90,11 @@ def compute_attention(
 def compute_multi_head(
     dropout: DropoutFn, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Computes ``multi_head_attention_forward``, ``func``, with ``dropout`` for its weights.
+    """Computes ``func``, torch's ``multi_head_attention_forward``, with ``dropout`` for weights.
 
-    torch's function is hundreds of lines of projections, masks and checks. So its own code runs,
-    with three of its global names replaced.
+    ``dropout`` gets weights of shape (examples, heads, queries, keys). torch's function is hundreds
+    of lines of projections, masks and checks. So its code runs, with three of its global names
+    replaced. Raises ``AssertionError`` if the code of this torch lacks one of these names.
     """
     arguments = dict(zip(func.__code__.co_varnames, args, strict=False)) | kwargs
     num_heads = arguments["num_heads"]

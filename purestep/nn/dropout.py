@@ -36,11 +36,17 @@ UNKEYED_HINT = (
 
 
 class KeyedDropout(TorchFunctionMode):
-    """Lets dropout draw from keys, one for each example.
+    """Makes torch's dropouts draw from keys while this mode is active, a key for each example.
 
-    ``first_index`` is the number of the first call that draws. ``batch_second`` says that the
-    module may take examples along its second dimension, as ``batch_first=False`` does; then a
-    tensor with two dimensions as long as the keys is refused.
+    This covers attention's dropout, too. ``torch.rand`` and ``bernoulli_`` draw one number for each
+    example, and raise ``ValueError`` for other draws. Each call that draws folds its number into
+    the keys, which counts from ``first_index``. A checkpoint draws the same numbers again. Keys may
+    also be packed, one for each token.
+
+    ``batch_second`` says that the module may take examples along its second dimension, as
+    ``batch_first=False`` does. Then a tensor with two dimensions as long as the keys is refused. In
+    a compiler's trace, a checkpoint raises ``ValueError``. Raises ``TypeError`` for ``keys`` that
+    are no keys.
 
     >>> from purestep import random
     >>> keys = torch.stack([random.key(0), random.key(1)])
@@ -127,7 +133,7 @@ class KeyedDropout(TorchFunctionMode):
         )
 
     def _next_keys(self) -> KeyOrPackedKeys:
-        """Returns the keys of the next call that draws, and counts this call."""
+        """Folds the next call's number into the keys, returns these, and counts the call."""
         index = self._next_index
         self._next_index = index + 1
         return fold_in(self._keys, index)
@@ -153,9 +159,10 @@ class KeyedDropout(TorchFunctionMode):
         return mask.view(x.shape)
 
     def _may_be_second(self, shape: Sequence[int]) -> bool:
-        """Returns whether another dimension than the first may be that of the examples.
+        """Returns whether a later dimension than the first may be that of the examples.
 
-        With ``batch_first=False`` and as many tokens as examples, shapes do not tell which is
+        It may only with ``batch_second``, and if it is as long as there are examples, more than
+        one. With ``batch_first=False`` and as many tokens as examples, shapes do not tell which is
         which. Each token of a position would draw from the key of another example.
         """
         if not self._batch_second or not self._batch_shape:
@@ -164,7 +171,10 @@ class KeyedDropout(TorchFunctionMode):
         return num_examples != 1 and num_examples in shape[1:]
 
     def _not_first_error(self, x: Tensor, verb: str) -> ValueError:
-        """Returns the error for dropout on a tensor that does not have examples first."""
+        """Returns the error for dropout on a tensor that does not have examples first.
+
+        ``verb`` is "is", or "may be" where the shape does not tell.
+        """
         return ValueError(
             f"dropout in the module drops {tree.format_leaf(x)}, whose first dimension "
             f"{verb} not that of the {tuple(self._batch_shape)} examples of key=: "
@@ -185,7 +195,12 @@ class KeyedDropout(TorchFunctionMode):
         training: bool | None = None,
         inplace: bool = False,
     ) -> Tensor:
-        """Computes ``func``, one of torch's dropouts, which all have these arguments."""
+        """Computes ``func``, one of torch's dropouts, with keys. All of them have these arguments.
+
+        Returns the input itself if ``p`` is 0 or ``training`` is False; None is torch's default for
+        ``func``. Writes the output to the input if ``inplace``. Raises ``ValueError`` for dropout
+        of channels with keys of tokens.
+        """
         if training is None:
             training = (
                 func not in _ALPHA
@@ -214,7 +229,9 @@ class KeyedDropout(TorchFunctionMode):
     def _rand(self, *args: Any, **kwargs: Any) -> Tensor:
         """Computes ``torch.rand`` with one number for each example; raises for other draws.
 
-        transformers drops the paths of an example by ``torch.rand((rows, 1, 1)) + keep_prob``.
+        Other shapes, ``out=`` and ``generator=`` raise ``ValueError``. Without ``device=``, the
+        numbers are on the device of the keys. transformers drops the paths of an example by
+        ``torch.rand((rows, 1, 1)) + keep_prob``.
         """
         if kwargs.get("out") is not None or kwargs.get("generator") is not None:
             raise _unkeyed_error("rand")
@@ -230,8 +247,9 @@ class KeyedDropout(TorchFunctionMode):
     def _bernoulli_(self, x: Tensor, p: Any = 0.5, **kwargs: Any) -> Tensor:
         """Computes ``x.bernoulli_(p)`` with one number for each example; raises for other draws.
 
-        timm drops the paths of an example by ``x.new_empty((rows, 1, 1)).bernoulli_(keep_prob)``,
-        and torchvision does in ``StochasticDepth``.
+        Other shapes, a tensor ``p`` and ``generator=`` raise ``ValueError``. timm drops the paths
+        of an example by ``x.new_empty((rows, 1, 1)).bernoulli_(keep_prob)``, and torchvision does
+        in ``StochasticDepth``.
         """
         is_tensor = not isinstance(p, float | int)  # A tensor of probabilities.
         if is_tensor or kwargs.get("generator") is not None:
@@ -241,10 +259,12 @@ class KeyedDropout(TorchFunctionMode):
         return x.copy_(random.bernoulli(keys, p, shape))
 
     def _shape_of_one_number(self, name: str, shape: Sequence[int]) -> Sequence[int]:
-        """Returns what follows the examples in a shape, or raises where this is not all ones.
+        """Returns what follows the examples in a shape, which must be all ones.
 
-        More numbers than one for each example are refused: ``torch.rand(rows, length)`` may well be
-        a draw by position, which would change with padding.
+        Raises ``ValueError`` where it is not, where the shape does not begin with the examples, and
+        for keys of tokens. More numbers than one for each example are refused:
+        ``torch.rand(rows, length)`` may well be a draw by position, which would change with
+        padding.
         """
         num_dims = len(self._batch_shape)
         rest = shape[num_dims:]
@@ -272,7 +292,7 @@ def _call_with_keys(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls a function whose dropout draws from keys, from an index on."""
+    """Calls a function under ``KeyedDropout(keys, index)``, and returns its output."""
     with KeyedDropout(keys, index):
         return function(*args, **kwargs)
 
@@ -280,7 +300,8 @@ def _call_with_keys(
 def _alpha_dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
     """Applies dropout that keeps the mean and the deviation of ``selu``'s outputs.
 
-    Dropped elements get ``selu``'s lower limit instead of 0 [Klambauer et al., 2017].
+    Elements where ``mask`` is True are dropped: they get ``selu``'s lower limit instead of 0
+    [Klambauer et al., 2017]. With p = 1, the output is all 0.
     """
     if p == 1:  # The scale below would be infinite.
         return torch.zeros_like(x)

@@ -60,10 +60,11 @@ def check_first_call(
 ) -> Iterator[dict[Any, str]]:
     """Raises if a call writes to ``frozen``, reads other ``parameters``, or draws without keys.
 
-    It yields the names of frozen tensors by storage, to which a unit adds the params that it
-    gathers. ``parameters`` are those of the module itself, instead of which the call should compute
-    with params. They may be read where they are also inputs, or ``frozen``: a caller may pass them
-    as params. Draws are checked if ``uses_keys``.
+    The context raises ``ValueError`` at the first such operation of torch. It yields the names of
+    frozen tensors by storage, to which a unit adds the params that it gathers. ``parameters`` are
+    those of the module itself, instead of which the call should compute with params. They may be
+    read where they are also inputs, or ``frozen``: a caller may pass them as params. Draws are
+    checked if ``uses_keys``: torch's in operations, Python's and numpy's at the end.
 
     >>> weight = torch.nn.Linear(1, 1).weight
     >>> with check_first_call({"weight": weight}, {}, [], uses_keys=False):
@@ -102,9 +103,10 @@ def _make_operation_check(
     frozen_names: Mapping[Any, str],
     uses_keys: bool,
 ) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], None]:
-    """Makes a function that raises if an operation reads, writes or draws what it must not.
+    """Makes a function that raises ``ValueError`` for an operation that is not allowed.
 
-    Both mappings name tensors by their storages. With ``uses_keys``, draws without keys raise.
+    An operation must not use a tensor in ``unreadable_names``, or write to one in ``frozen_names``.
+    Both mappings have names by storage. With ``uses_keys``, it must not draw random numbers.
     """
 
     def check_operation(

@@ -57,15 +57,16 @@ def from_module(
             change of mode, hooks or attributes.
         trainable: the parameters to train: a pattern of names (``"*.bias"``), or a function of name
             and parameter. None: those that require grad, as LoRA needs. A tied one matches by any
-            name.
+            name. At least one must be chosen.
         units: parts that gather their own sharded params while they run, for ``gather="loss"``: a
             class such as the model's block, several classes, or a function of name and module.
         remat: compute units again in the backward pass, from their inputs, as ``ps.remat``.
 
     Returns:
-        ``params``, a dict of copies, each tied parameter once; and
-        ``apply(params, *args, **kwargs)``. Other parameters and all buffers are constants, which
-        are not copied. ``apply.eval`` runs the module in evaluation mode, for ``make_eval_step``.
+        ``params``, a dict of copies, each tied parameter once, by its first name, and of a DTensor
+        this rank's part; and ``apply(params, *args, **kwargs)``. Other parameters and all buffers
+        are constants, which are not copied. ``apply.eval`` runs the module in evaluation mode, for
+        ``make_eval_step``.
 
     **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, with the
     buffers after the call. A module that writes to its buffers in training, such as BatchNorm,
@@ -137,7 +138,11 @@ def from_module(
 
 
 def _make_predicate(trainable: Any) -> Callable[[str, Parameter], bool]:
-    """Makes the function that chooses parameters, from all that ``trainable`` may be."""
+    """Makes the function of name and parameter that says which parameters train.
+
+    ``trainable`` is such a function, or a pattern of names; None chooses parameters that require
+    grad. Raises ``TypeError`` for anything else.
+    """
     if trainable is None:
         return lambda name, p: p.requires_grad
     if isinstance(trainable, str):
@@ -160,7 +165,9 @@ def to_module(
 
     Other tensors of the module stay as they are. A module that writes to its buffers in training,
     such as BatchNorm, needs ``buffers=``. Of a DTensor, this rank's part is written. Params may be
-    those of ``from_module``, or those that ``ps.unshard`` makes full.
+    those of ``from_module``, or those that ``ps.unshard`` makes full. A floating-point buffer is
+    converted to the module's dtype. Raises ``ValueError``, and writes nothing, for names that the
+    module lacks, and for other shapes or dtypes.
 
     >>> module = torch.nn.Linear(1, 1)
     >>> to_module({"bias": torch.tensor([3.0])}, module)
@@ -284,7 +291,8 @@ class Apply:
         """Returns the module's output; with ``buffers``, ``(output, buffers)``.
 
         With ``key``, dropout draws from these keys. ``frozen`` are used for parameters that do not
-        train: tensors or shards.
+        train: tensors or shards. The caller's ``buffers`` are not written to. Raises ``ValueError``
+        unless params have the names of ``from_module``'s.
         """
         validation.check_names(
             "params",
@@ -349,7 +357,11 @@ class Apply:
         return output, {name: module.get_buffer(name) for name in buffer_values}
 
     def _clone_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Clones the caller's buffers, which the module may write to, in the module's dtypes."""
+        """Clones the caller's buffers, which the module may write to, in the module's dtypes.
+
+        Raises ``ValueError`` for unknown names, and if a buffer that the module writes to is
+        missing.
+        """
         validation.check_names(
             "buffers",
             buffers,
@@ -365,10 +377,11 @@ class Apply:
     def _gather_root(
         self, params: Mapping[str, Any], *, is_traced: bool
     ) -> tuple[dict[str, Shard], Mapping[str, Tensor]]:
-        """Gathers the params of no unit; returns the shards of units, then all params by name.
+        """Gathers params of no unit, a collective; returns units' shards, then params by name.
 
         Among the params, the shard's local tensor stands for a unit's param. In a trace there are
-        no units, so all are gathered. Full params are wrapped as ``_layouts`` say.
+        no units, so all are gathered. Full params in ``_layouts`` become DTensors, or get
+        ``pvary``.
         """
         shards = {name: p for name, p in params.items() if is_shard(p)}
         if not shards:
@@ -383,7 +396,10 @@ class Apply:
         return shards, {**full, **local}
 
     def _copy_module(self, tensors: Sequence[Tensor]) -> rebuild.Copies:
-        """Copies the module around tensors, without a ``tp_plan``'s sums of ``param.grad``."""
+        """Copies the module around tensors; the copy of ``apply.eval`` is in evaluation mode.
+
+        The copy lacks the hooks by which a ``tp_plan`` sums ``param.grad``.
+        """
         copies = rebuild.rebuild(self._recipe, tensors, self._is_eval)
         for path in self._partial_modules:
             number = self._recipe.module_numbers[path]
@@ -391,7 +407,10 @@ class Apply:
         return copies
 
     def _prepare_trace(self) -> None:
-        """Refuses what a compiler would leave out, and reads signatures outside of its graph."""
+        """Raises ``ValueError`` for hooks on backward passes, which a compiler would leave out.
+
+        Reads the signatures of methods that are inspected in a trace, since Dynamo then has them.
+        """
         if self._hooks_backward:
             raise ValueError("a compiler leaves hooks on a module's backward pass out")
         for owner, name in self._models.inspected:
@@ -453,7 +472,11 @@ class Apply:
 
 
 def name_tensors(module: Module, trained: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    """Names all tensors that a module holds, each once: the trained ones first, then buffers."""
+    """Returns all tensors that a module holds, each once, by name.
+
+    First come ``trained``, then buffers, other parameters, and tensors in attributes and in
+    containers there. The weight that ``spectral_norm`` computes from ``weight_orig`` is left out.
+    """
     parameters = dict(module.named_parameters())
     candidates: list[tuple[str, Any]] = [
         *trained.items(),
@@ -477,7 +500,10 @@ def name_tensors(module: Module, trained: Mapping[str, Parameter]) -> dict[str, 
 def _find_partial_params(
     module: Module, tensors: Mapping[str, Tensor], partial_modules: Mapping[str, Any]
 ) -> dict[str, tensor_parallel.PartialGradSpec]:
-    """Finds the params of modules that get a part of their gradient on each rank of a mesh."""
+    """Returns the specs of params that get a part of their gradient on each rank, by name.
+
+    The modules that hold these params are those whose paths ``partial_modules`` maps to meshes.
+    """
     names = {id(tensor): name for name, tensor in tensors.items()}
     specs = {}
     for path, mesh in partial_modules.items():
@@ -491,10 +517,11 @@ def _find_partial_params(
 def _as_parameter(p: Tensor) -> Tensor:
     """Makes an alias of a param that is an ``nn.Parameter`` to the module, where that is safe.
 
-    A module may ask ``isinstance(self.weight, nn.Parameter)``. Not safe are casts of a param, and
-    what ``unshard`` returns: these are no leaves of autograd, and ``forbid_module_recompute`` takes
-    an ``nn.Parameter`` that is not in the params' memory for another module's. Nor is it in half
-    precision: a leaf's gradient is summed in float32, that of an alias is not.
+    Elsewhere it returns ``p``. A module may ask ``isinstance(self.weight, nn.Parameter)``. Not safe
+    are casts of a param, and what ``unshard`` returns: these are no leaves of autograd. Also,
+    ``forbid_module_recompute`` takes an ``nn.Parameter`` that is not in the params' memory for
+    another module's. Nor is it in half precision: a leaf's gradient is summed in float32, that of
+    an alias is not.
     """
     is_plain_leaf = type(p) in (Tensor, Parameter) and p.is_leaf
     if is_plain_leaf and tree.accumulation_dtype(p.dtype) is p.dtype:

@@ -52,7 +52,9 @@ def check_call(
 ) -> None:
     """Raises for masks of bools that a model adds to its scores, and caches that join documents.
 
-    Only arguments of the module itself are checked, not what it passes to models within it.
+    The error is a ``ValueError``. A cache joins documents if the caller passes ``position_ids`` and
+    does not ask for a cache, but the model returns one. Only arguments of the module itself are
+    checked, not what it passes to models within it.
     """
     if not models.models:
         return
@@ -97,7 +99,10 @@ def find_partial_modules(module: Module) -> dict[str, Any]:
 
 
 def _check_original_forward(path: str, part: Module, forward: Any) -> None:
-    """Raises unless what sums gradients calls the ``forward`` of the part's class."""
+    """Raises ``ValueError`` unless a ``tp_plan``'s ``forward`` calls that of the part's class.
+
+    ``forward`` is the function by which the plan has replaced the part's.
+    """
     original = _find_in_closure(forward, "original_forward")
     if getattr(original, "__func__", None) is not type(part).forward:
         raise ValueError(
@@ -136,7 +141,10 @@ def _find_in_closure(function: Any, name: str) -> Any:
 
 
 def _check_mask(name: str, value: Any) -> None:
-    """Raises if a mask that eager attention adds to its scores is one of bools."""
+    """Raises ``ValueError`` if eager attention would add a mask of bools to its scores.
+
+    That is a mask of more than two dimensions; ``value`` may be a dict of masks. Other values pass.
+    """
     # Models with several kinds of layers, such as Gemma 3, take a dict with a mask for each kind.
     masks = value.values() if isinstance(value, dict) else [value]
     for mask in masks:

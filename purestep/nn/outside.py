@@ -24,7 +24,9 @@ _DEPTH = 4
 
 
 def find_mappings(module: Module) -> list[Any]:
-    """Finds the dicts and sets that the hooks of a module's parts can reach.
+    """Finds the dicts and sets that the forward hooks of a module's parts can reach.
+
+    It follows ``_DEPTH`` references at most, and none from modules, dicts and sets.
 
     >>> import torch
     >>> layer, features = torch.nn.Linear(1, 1), {}
@@ -53,7 +55,10 @@ def find_mappings(module: Module) -> list[Any]:
 
 
 def _find_references(obj: Any) -> Iterable[Any]:
-    """Finds the objects to which a function or an object refers."""
+    """Finds the objects to which a function, a cell or another object refers.
+
+    None for classes, and for objects without ``__dict__``.
+    """
     if isinstance(obj, MethodType):
         return [obj.__func__, obj.__self__]
     if isinstance(obj, BuiltinMethodType):  # ``features.__setitem__``
@@ -105,12 +110,19 @@ def rekey_mappings(
 def _replace_keys(
     mapping: Any, old_keys: Sequence[Module], new_keys: Sequence[Module]
 ) -> None:
-    """Replaces the keys of a dict, or members of a set, that are among ``old_keys``."""
+    """Replaces, in place, keys of a dict or members of a set by the new ones, one for one.
+
+    Values stay. Old keys that the dict or set lacks are passed over.
+    """
+    replacements = {}
     for old, new in zip(old_keys, new_keys, strict=True):
-        if old not in mapping:
-            continue
-        if isinstance(mapping, set):
-            mapping.remove(old)
-            mapping.add(new)
-        else:
-            mapping[new] = mapping.pop(old)
+        if old in mapping:
+            replacements[old] = new
+    if isinstance(mapping, set):
+        mapping.difference_update(replacements.keys())
+        mapping.update(replacements.values())
+    elif replacements:
+        # All of them, since an entry that is added alone goes to the end.
+        entries = [(replacements.get(key, key), mapping[key]) for key in mapping]
+        mapping.clear()
+        mapping.update(entries)

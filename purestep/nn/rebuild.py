@@ -30,10 +30,10 @@ from purestep.torch_private import original_function
 
 
 class Recipe(NamedTuple):
-    """Says how to copy a module around new tensors.
+    """Describes how to copy a module around new tensors.
 
-    It grows a list of values: tensors, containers, objects, and what is derived from those before.
-    Values are named by their position in this list.
+    ``rebuild`` makes a list of values: tensors, containers, objects, then values derived from those
+    before. A position here is one in this list.
     """
 
     containers: list[Any]
@@ -77,7 +77,7 @@ class Copies(NamedTuple):
 def rebuild(recipe: Recipe, tensors: Sequence[Tensor], is_eval: bool) -> Copies:
     """Copies the module around tensors; ``is_eval`` puts the copy in evaluation mode.
 
-    The tensors replace those of ``make_recipe``, in the same order.
+    The tensors replace those of ``make_recipe``, in the same order. No ``__init__`` runs.
 
     This runs in each call, so it is a few plain loops; a compiler traces them like other code.
     """
@@ -107,7 +107,10 @@ def rebuild(recipe: Recipe, tensors: Sequence[Tensor], is_eval: bool) -> Copies:
 
 
 def _set_attributes_in_trace(obj: Any, attributes: dict[str, Any]) -> None:
-    """Sets the attributes of an object that was made in a trace."""
+    """Sets the attributes of an object that a compiler's trace made.
+
+    A module that has no ``forward`` among them gets one bound to it, also in ``attributes``.
+    """
     if isinstance(obj, Module) and "forward" not in attributes:
         # Dynamo loses the closures of methods on objects made in the trace, so bind ``forward``.
         attributes["forward"] = partial(type(obj).forward, obj)
@@ -138,7 +141,10 @@ def make_recipe(
 
 
 class _RecipeBuilder:
-    """Finds what is copied, numbers these values, and notes what goes where."""
+    """Builds a module's ``recipe``: finds what each copy needs anew, and where it goes.
+
+    Each ``add_...`` method completes one part of the recipe.
+    """
 
     def __init__(
         self, module: Module, tensors: Sequence[Tensor], shared: Sequence[Any]
@@ -175,12 +181,12 @@ class _RecipeBuilder:
         )
 
     def _number_modules(self, module: Module) -> dict[str, int]:
-        """Numbers the parts of a module, by their place among the objects."""
+        """Maps the path of each part of a module to its number among the objects."""
         numbers = {id(obj): number for number, obj in enumerate(self._objects)}
         return {path: numbers[id(part)] for path, part in module.named_modules()}
 
     def add_entries(self) -> None:
-        """Notes entries with copied values, and all entries of dicts with copied keys."""
+        """Adds to the recipe each container's copied values, and all of a dict with copied keys."""
         for number, container in enumerate(self._containers):
             if self._has_copied_keys(container):
                 self._add_rekeyed_entries(number, container)
@@ -188,13 +194,16 @@ class _RecipeBuilder:
                 self._add_entries_of(number, container)
 
     def _has_copied_keys(self, container: Any) -> bool:
-        """Returns whether a container is a dict in which a key differs between copies."""
+        """Returns whether a container is a dict with a key that each copy replaces."""
         if not isinstance(container, dict):
             return False
         return any(self._is_copied(key) for key in container)
 
     def _add_entries_of(self, number: int, container: Any) -> None:
-        """Notes the entries of a container that are copies; its template keeps the others."""
+        """Adds to the recipe the entries of a container whose values are copied.
+
+        The container's template keeps the other entries, and None in place of these.
+        """
         template = self.recipe.containers[number]
         for key, value in _parts_of(container):
             if self._is_copied(value):
@@ -203,7 +212,10 @@ class _RecipeBuilder:
                 self.recipe.entries.append((number, key, position))
 
     def _add_rekeyed_entries(self, number: int, container: dict[Any, Any]) -> None:
-        """Notes all entries of a dict, as a key that is replaced would move to its end."""
+        """Adds all entries of a dict to the recipe, and empties its template.
+
+        If only copied keys were replaced, they would move to the dict's end.
+        """
         self.recipe.containers[number].clear()
         for key, value in container.items():
             key_position = self._find_position(key)
@@ -211,7 +223,7 @@ class _RecipeBuilder:
             self.recipe.rekeyed_entries.append((number, key_position, position))
 
     def add_cached_methods(self) -> None:
-        """Notes methods with ``functools.cache``, which the copies get without a cache.
+        """Adds methods with ``functools.cache`` to the recipe: copies get them without a cache.
 
         The class's cache would keep the copies of each call, as its arguments.
         """
@@ -223,21 +235,24 @@ class _RecipeBuilder:
                 self.recipe.entries.append((number, name, position))
 
     def add_cell_contents(self) -> None:
-        """Notes what is in the cells of the functions that are copied."""
+        """Adds the contents of copied closure cells to the recipe; they may lead to more cells."""
         for cell in self._cells:  # It grows on the way.
             position = self._find_position(cell.cell_contents)
             self.recipe.cell_contents.append((self._positions[id(cell)], position))
 
     def _is_copied(self, value: Any) -> bool:
-        """Returns whether a value differs between copies."""
+        """Returns whether copies of the module replace a value: a copied one, or a part's id."""
         return id(value) in self._copied or self._is_id_of_part(value)
 
     def _is_id_of_part(self, value: Any) -> bool:
-        """Returns whether a value is the id of a part: ``self.scale = {id(layer.weight): 3.0}``."""
+        """Returns whether a value is an int that is the id of a module or tensor.
+
+        As in ``self.scale = {id(layer.weight): 3.0}``.
+        """
         return type(value) is int and value in self._parts_by_id
 
     def _find_position(self, value: Any) -> int:
-        """Returns the position of a value, which is noted first where it has none yet."""
+        """Returns the position of a value, which is added to the recipe if it has none yet."""
         if self._is_id_of_part(value):
             return self._add_derived(id, [self._positions[value]])
         if id(value) in self._positions:
@@ -254,7 +269,7 @@ class _RecipeBuilder:
         return position
 
     def _add_derived(self, derive: Any, positions: list[int]) -> int:
-        """Notes a value that is a function of others, and returns its position."""
+        """Adds to the recipe ``derive`` of values at positions, and returns its position."""
         self.recipe.derived.append((derive, positions))
         self._num_values += 1
         return self._num_values - 1
@@ -322,7 +337,11 @@ def _find_holders(
 def _find_copied(
     module: Module, tensors: Sequence[Tensor], holders: dict[int, list[Any]]
 ) -> dict[int, Any]:
-    """Finds what is copied, by id: what leads to parts, and what modules' calls may fill."""
+    """Returns what each copy makes anew, by id.
+
+    These are modules, ``tensors``, containers that a call may fill, and all that holds one of these
+    and can be copied.
+    """
     copied: dict[int, Any] = {}
     queue: list[Any] = [*module.modules(), *tensors]
     for _, value in named_contents(module):
@@ -338,7 +357,7 @@ def _find_copied(
 
 
 def _bind(function: Any, owner: Any) -> Any:
-    """Makes a function a method of ``owner``."""
+    """Binds a function to ``owner`` as a method; in a trace, as a ``partial``."""
     if torch.compiler.is_dynamo_compiling():
         # torch 2.11's compiler knows no ``__get__`` of functions.
         return partial(function, owner)
@@ -384,7 +403,11 @@ _RULES: dict[type, _Rule] = {
 
 
 def _parts_of(value: Any) -> list[tuple[Any, Any]]:
-    """Returns what an object holds, each part after its key, attribute name or position."""
+    """Returns what an object holds, each part after its key, attribute name or position.
+
+    A function that a compiler made holds its original. Classes, modules of Python, tensors, numbers
+    and texts hold nothing.
+    """
     cls = type(value)
     original = original_function(value)
     if original is not None:
@@ -409,7 +432,7 @@ def _constructor_of(value: Any) -> Callable[..., Any] | None:
     """Returns the function that makes a copy from an object's parts; None if it is shared.
 
     Tensors, dicts, lists, deques and plain objects are copied earlier: their function is never
-    called.
+    called. The copy of a compiled function is its uncompiled original.
     """
     cls = type(value)
     if original_function(value) is not None:
@@ -444,7 +467,7 @@ def _contents_of(cell: CellType) -> tuple[Any, ...]:
 
 
 def _parts_of_function(function: FunctionType) -> list[Any]:
-    """Returns the defaults of keywords, then the other defaults as one tuple, then the cells."""
+    """Returns the keyword-only defaults, then the other defaults as one tuple, then the cells."""
     defaults = function.__defaults__ or ()
     keyword_defaults = function.__kwdefaults__ or {}
     cells = function.__closure__ or ()
@@ -463,7 +486,7 @@ class FunctionTemplate(NamedTuple):
 
     @staticmethod
     def of(function: FunctionType) -> FunctionTemplate:
-        """Describes a function."""
+        """Makes the template of a function."""
         return FunctionTemplate(
             function.__code__,
             function.__globals__,
@@ -477,8 +500,9 @@ class FunctionTemplate(NamedTuple):
 class CopiedFunction:
     """Calls the code of a function with other defaults and cells.
 
-    The cells refer to modules weakly. ``module.forward = lambda x: module.layer(x)`` would
-    otherwise be a cycle, whose params wait for Python's garbage collector.
+    ``parts`` are these, in the order of ``_parts_of_function``. The cells refer to modules weakly.
+    ``module.forward = lambda x: module.layer(x)`` would otherwise be a cycle, whose params wait for
+    Python's garbage collector.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ def reset_parameters(
     For a model on "meta" that no rank could hold: each rank draws the full values of one unit,
     keeps its shards, and frees the rest. Params of no unit are full until the end. Ranks draw
     from torch's generator, so let all start from one seed. Raises ``ValueError`` if a param gets no
-    value.
+    value, or if a part around its unit writes to it.
 
     Args:
         module: the one that ``from_module`` took. It stays as it is.
@@ -129,9 +129,10 @@ def _fill_slots(
 def _reset_part(
     part: Module, path: str, reset: Callable[[Module], None] | None
 ) -> None:
-    """Initializes one part in place, after the parts inside of it.
+    """Initializes one part in place by ``reset(part)``, after the parts inside of it.
 
-    Without ``reset``, raises if a part with NaN in its parameters has no ``reset_parameters()``.
+    The caller has initialized these. Without ``reset``, calls ``part.reset_parameters()``. If there
+    is none, raises ``ValueError`` for own parameters with NaN.
     """
     if reset is not None:
         reset(part)
@@ -153,7 +154,10 @@ def _own_parameters(part: Module) -> Sequence[Parameter]:
 
 
 def _cut_all(full: Mapping[str, Tensor], like: Like) -> dict[str, Any]:
-    """Returns copies of this rank's blocks, by name; raises if a param still has a NaN."""
+    """Returns copies of this rank's blocks of full params, by name, in the form of ``like``.
+
+    Raises ``ValueError`` if a param still has a NaN.
+    """
     blocks = {}
     for name, param in full.items():
         if param.isnan().any():

@@ -62,13 +62,13 @@ class PartialGradSpec(NamedTuple):
     axis: MeshAxis
 
     def wrap(self, local: Tensor) -> Tensor:
-        """Returns the param, whose gradient is summed over the ranks."""
+        """Returns ``pvary`` of the param: backward sums its gradient over the ranks."""
         varying: Tensor = pvary(local, self.axis)
         return varying
 
 
 def is_dtensor(value: Any) -> bool:
-    """Returns whether a value is a DTensor, whose module takes a second to import.
+    """Returns whether a value is a DTensor, without the second that DTensor's import takes.
 
     >>> is_dtensor(torch.ones(1))
     False
@@ -87,7 +87,7 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def spec_of(dtensor: Any) -> DTensorSpec:
-    """Describes a DTensor."""
+    """Returns a DTensor's mesh, placements, shape, stride, and the shape of its local part."""
     return DTensorSpec(
         dtensor.device_mesh,
         dtensor.placements,
@@ -98,7 +98,10 @@ def spec_of(dtensor: Any) -> DTensorSpec:
 
 
 def find_dtensors(tensors: Mapping[str, Tensor]) -> dict[str, DTensorSpec]:
-    """Finds the DTensors among a module's tensors; raises for placements that are not supported."""
+    """Returns the specs of the DTensors among a module's tensors, by name.
+
+    Raises ``ValueError`` for placements other than one ``Shard`` or ``Replicate``.
+    """
     specs = {}
     for name, value in tensors.items():
         if is_dtensor(value):
@@ -123,7 +126,10 @@ def _check_placements(name: str, spec: DTensorSpec) -> None:
 
 
 def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns this rank's parts of tensors: ``Shard`` nodes where ranks of a mesh differ."""
+    """Returns all tensors, with this rank's part of each DTensor, detached.
+
+    The part is a ``Shard`` where ranks of the mesh differ, and a plain tensor where they do not.
+    """
     axes: dict[int, MeshAxis] = {}
     parts: dict[str, Any] = dict(tensors)
     for name, spec in find_dtensors(tensors).items():
@@ -139,7 +145,7 @@ def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def axis_of(mesh: Any) -> MeshAxis:
-    """Makes the axis of a mesh of one dimension, which may have no name."""
+    """Makes the axis of a mesh of one dimension, which is named "tp" if it has no name."""
     if mesh.mesh_dim_names:
         return MeshAxis(mesh, mesh.mesh_dim_names)
     from torch.distributed.device_mesh import DeviceMesh
@@ -155,6 +161,7 @@ def select_parts(
     """Returns all params, with this rank's part of each that is a DTensor in ``parameters``.
 
     A full tensor is cut to a view of the part. A ``Shard`` over the mesh becomes its ``local``.
+    Other values stay as they are.
     """
     layouts = find_dtensors({name: parameters[name] for name in params})
     selected = dict(select_local(params, layouts))
@@ -169,7 +176,7 @@ def select_parts(
 
 
 def select_local(params: Mapping[str, Any], layouts: Layouts) -> Mapping[str, Any]:
-    """Returns all params; a shard over its DTensor's mesh becomes what this rank holds."""
+    """Returns all params; a ``Shard`` over the mesh of its layout becomes its ``local``."""
     selected = params
     for name, layout in layouts.items():
         param: Any = params.get(name)
@@ -188,7 +195,10 @@ def _is_over(shard: Any, mesh: Any) -> bool:
 
 
 def _check_local(name: str, local: Any, layout: DTensorSpec | PartialGradSpec) -> None:
-    """Raises if a tensor is not this rank's part of a DTensor."""
+    """Raises ``ValueError`` if a tensor lacks the shape of this rank's part of a DTensor.
+
+    Layouts other than ``DTensorSpec`` pass.
+    """
     if isinstance(layout, DTensorSpec) and local.shape != layout.local_shape:
         raise ValueError(
             f"{name} has shape {tuple(local.shape)}, but this rank's part of the DTensor has "

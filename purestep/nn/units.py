@@ -122,7 +122,7 @@ def find_units(
 
 
 def _find_derived(recipe: Recipe) -> set[int]:
-    """Finds the positions of what derived values, cells, and dicts with copied keys hold."""
+    """Returns the positions of what derived values, cells, and dicts with copied keys hold."""
     derived = {position for _, parts in recipe.derived for position in parts}
     derived |= {position for _, position in recipe.cell_contents}
     for _, key_position, position in recipe.rekeyed_entries:
@@ -131,7 +131,11 @@ def _find_derived(recipe: Recipe) -> set[int]:
 
 
 def _make_unit_predicate(units: Units) -> Callable[[str, Module], bool]:
-    """Makes the function that chooses units, from all that ``units`` may be."""
+    """Makes the function of path and module that says which modules are units.
+
+    ``units`` is such a function, a class, or several classes; None chooses no module. Raises
+    ``TypeError`` for anything else.
+    """
     if units is None:
         return lambda path, part: False
     classes: tuple[Any, ...] = (units,)
@@ -148,9 +152,9 @@ def _make_unit_predicate(units: Units) -> Callable[[str, Module], bool]:
 
 
 def _find_owners(module: Module, paths: Mapping[int, str]) -> dict[int, int]:
-    """Finds, by ids, the innermost unit that contains every place of a parameter.
+    """Maps each parameter to the innermost unit that contains all of its places, by ids.
 
-    Parameters that no unit contains are left out.
+    ``paths`` has the units by id. Parameters that no unit contains are left out.
     """
     # The units around each place of a parameter, the outermost first.
     around: dict[int, list[list[int]]] = {}
@@ -172,13 +176,16 @@ def _find_owners(module: Module, paths: Mapping[int, str]) -> dict[int, int]:
 
 
 class Absent(Tensor):
-    """Stands for the params of a unit that does not run: it has their shape, and no values."""
+    """Stands for the params of a unit that does not run: it has their shape, and no values.
+
+    Raises ``RuntimeError`` where something computes with it.
+    """
 
     param_name = "a param"
 
     @staticmethod
     def of(shard: Shard, name: str) -> Absent:
-        """Makes one for a sharded param, in the memory of one element."""
+        """Makes an ``Absent`` for a sharded param: of its full shape, in one element's memory."""
         element = shard.local.detach().new_empty(())
         absent: Absent = element.expand(shard.shape).as_subclass(Absent)
         absent.param_name = name
@@ -192,7 +199,7 @@ class Absent(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answers what a tensor of its shape is; raises where something computes with it."""
+        """Answers what a tensor of its shape is; raises ``RuntimeError`` for computations."""
         if getattr(func, "__name__", "") in _READS:
             plain: Any = super()
             return plain.__torch_function__(func, types, args, kwargs or {})
@@ -216,6 +223,7 @@ def install_units(
 ) -> None:
     """Changes a copied module in place, so that each unit gathers its shards when it is called.
 
+    The backward pass gathers them again; with ``is_remat``, it also computes the unit again.
     Between calls, an ``Absent`` stands for each param of a unit. In a call, params in ``layouts``
     are wrapped as these say. In a module's first call, ``frozen_names`` has the names of tensors
     that must not be written to, by storage; units add their params. Otherwise it is None.
@@ -246,7 +254,7 @@ Places: TypeAlias = Sequence[tuple[Any, Any, str]]
 
 
 def _fill(places: Places, values: Mapping[str, Tensor]) -> None:
-    """Puts params, or what stands for them, into a module."""
+    """Writes values, params or what stands for them, to their places in a module's containers."""
     for container, key, name in places:
         container[key] = values[name]
 
@@ -262,7 +270,10 @@ class _ShardedUnit(NamedTuple):
     frozen_names: dict[Any, str] | None
 
     def unshard(self, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-        """Gathers the params of these shards; ranks later compare in which order units gather."""
+        """Gathers these shards' full params, a collective of the ranks of their axes.
+
+        Ranks later compare in which order units gather. An error gets a note that names the unit.
+        """
         axes = dict.fromkeys(shard.axis for shard in shards.values())
         process_axes = [axis for axis in axes if axis.is_multi_program]
         for axis in process_axes:
@@ -314,9 +325,10 @@ def _call_unit(
 
 
 def _recompute(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> Any:
-    """Runs a unit of which only the inputs stay: the backward pass calls it again.
+    """Runs a unit of which only the inputs stay: the backward pass gathers and calls it again.
 
-    Raises for a cache of keys and values, to which it would write twice.
+    With grad mode, raises ``ValueError`` for a cache of keys and values, to which it would write
+    twice.
     """
     if kwargs.get("past_key_values") is not None and torch.is_grad_enabled():
         raise ValueError(
@@ -332,9 +344,10 @@ def _recompute(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> An
 
 
 def _gather_again(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> Any:
-    """Runs a unit without keeping its gathered params: the backward pass gathers them again.
+    """Gathers the params of a unit, runs it, and keeps none: the backward pass gathers them again.
 
-    Under transforms, in which autograd saves nothing, they stay as tensors of the graph.
+    Under transforms, in which autograd saves nothing, they stay as tensors of the graph. Without
+    grad mode, no backward pass follows. A checkpoint around the unit runs all of this again.
     """
     # What a checkpoint computes again gathers again.
     is_saving = torch.is_grad_enabled() and not in_checkpoint()
@@ -356,7 +369,10 @@ class _GatheredAgain(NamedTuple):
     params: dict[str, Tensor]
 
     def read(self) -> dict[str, Tensor]:
-        """Returns the params, without their graph; gathers them first if ``params`` is empty."""
+        """Returns the params, without their graph; gathers them first if ``params`` is empty.
+
+        The gather is a collective, and ``params`` is filled in place.
+        """
         if not self.params:
             with torch.no_grad():
                 shards = tree.map(Tensor.detach, dict(self.unit.shards))
@@ -368,7 +384,8 @@ class _GatheredAgain(NamedTuple):
     ) -> None:
         """Registers hooks that put params into the module while the backward pass is in the unit.
 
-        So a checkpoint inside of the unit can call its parts again.
+        So a checkpoint inside of the unit can call its parts again. After the unit, the module has
+        ``Absent`` again, and the params are freed.
         """
         input_tensors = [*tensors_in(inputs)]
         passed_on = {id(tensor) for tensor in input_tensors}
@@ -418,7 +435,11 @@ class _Saved(NamedTuple):
 def _make_hooks(
     gathered: _GatheredAgain, params: Mapping[str, Tensor]
 ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Makes hooks for saved tensors that keep no full param, and gather it when it is needed."""
+    """Makes hooks for saved tensors that keep no full param, and gather it when it is needed.
+
+    Returns the hook that packs and the one that unpacks. Other tensors go through the hooks that
+    were active before.
+    """
     names = {}
     for name, param in params.items():
         if param.numel():  # Without memory, all have one address.

@@ -37,9 +37,11 @@ _MAX_NAMES = 5
 
 
 def check_module(module: Module) -> None:
-    """Raises if a module is wrapped or lazy, cannot be copied, or makes updates depend on the cut.
+    """Raises if ``from_module`` cannot take a module.
 
-    A module on "meta" passes.
+    That is ``TypeError`` for other objects, wrappers such as DDP, and parts that cannot be copied.
+    It is ``ValueError`` for lazy modules, and where updates would depend on how batches are cut. A
+    module on "meta" passes.
     """
     if not isinstance(module, Module):
         raise TypeError(f"from_module takes an nn.Module, got {type(module).__name__}")
@@ -54,7 +56,7 @@ def check_module(module: Module) -> None:
 
 
 def check_has_value(name: str, buffer: Tensor) -> None:
-    """Raises if a tensor that is no parameter is on the meta device."""
+    """Raises ``ValueError`` if a tensor that is no parameter is on the meta device."""
     if buffer.is_meta:
         raise ValueError(
             f"{name} has no values on the meta device, and is no parameter that can be loaded: "
@@ -64,7 +66,11 @@ def check_has_value(name: str, buffer: Tensor) -> None:
 
 
 def _check_part(path: str, part: Module) -> None:
-    """Raises if one module of a module, by itself, cannot be a part of a pure function."""
+    """Raises if one module of a module, by itself, cannot be a part of a pure function.
+
+    That is ``TypeError`` for wrappers and for ``__slots__`` of a part with parameters, and
+    ``ValueError`` for ``scale_grad_by_freq``.
+    """
     bases = type(part).__mro__
     for base in bases:
         if base.__name__ in _WRAPPERS:
@@ -90,7 +96,8 @@ def check_trained(
 ) -> None:
     """Raises if params cannot have a gradient, have hooks, or share memory with other tensors.
 
-    ``tensors`` are all tensors of the module, the params first.
+    Memory raises ``ValueError``, the others ``TypeError``. ``tensors`` are all tensors of the
+    module, the params first.
     """
     _check_memory(params, tensors)
     for name, p in params.items():
@@ -110,7 +117,7 @@ def check_trained(
 def _check_memory(
     params: Mapping[str, Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Raises if a param begins at the same address as another tensor.
+    """Raises ``ValueError`` if a param begins at the same address as another tensor.
 
     With ``b.weight.data = a.weight.data``, an optimizer that updates ``a.weight`` updates both. Two
     tensors that do not train may share memory.
@@ -132,7 +139,7 @@ def _check_memory(
 
 
 def find_written_buffers(module: Module) -> list[str]:
-    """Finds the buffers to which a module's parts write in training, as BatchNorm does, by name.
+    """Returns the names of buffers to which parts in training mode write, as BatchNorm does.
 
     For a BatchNorm without running statistics, gives a name that no buffer has, and why: each call
     lacks it, so that each is refused.
@@ -158,6 +165,9 @@ def check_names(
     hint: str,
 ) -> None:
     """Raises if a mapping lacks a required name, or has one that is not allowed.
+
+    The error is a ``ValueError``, and for what is no mapping a ``TypeError``. ``what`` and ``hint``
+    are parts of its message.
 
     >>> check_names("params", {"bias": 0}, ["weight"], ["weight"], "pass those of from_module")
     Traceback (most recent call last):

@@ -37,7 +37,7 @@ class Arithmetic(Protocol):
     def add_(self, x: Any, y: Any, alpha: Number = 1) -> Any:
         """Computes x + alpha · y, with one rounding unless alpha is a tensor on a device.
 
-        y may be a float if alpha is 1.
+        y may be a float if alpha is 1. The result may be in the memory of x.
         """
 
     def mul(self, x: Any, factor: Number) -> Any:
@@ -47,29 +47,32 @@ class Arithmetic(Protocol):
         """Computes x · factor, perhaps in the memory of x."""
 
     def div(self, x: Any, divisor: Tensor) -> Any:
-        """Divides x by a scalar tensor."""
+        """Computes x / divisor, a scalar tensor, in new memory."""
 
     def div_(self, x: Any, y: Any) -> Any:
-        """Computes x / y, where y may be a scalar tensor."""
+        """Computes x / y, where y may be a scalar tensor, perhaps in the memory of x."""
 
     def lerp(self, x: Any, y: Any, weight: Number) -> Any:
         """Computes x + weight · (y − x)."""
 
     def lerp_(self, x: Any, y: Any, weight: float) -> Any:
-        """Computes x + weight · (y − x)."""
+        """Computes x + weight · (y − x), perhaps in the memory of x."""
 
     def addcmul_(self, x: Any, y: Any, z: Any, value: float) -> Any:
-        """Computes x + value · y · z."""
+        """Computes x + value · y · z, perhaps in the memory of x."""
 
     def sqrt(self, x: Any) -> Any:
-        """Computes √x, whose derivative at 0 is 0."""
+        """Computes √x. On leaves and on the host, its derivative at 0 is 0: see ``safe_sqrt``."""
 
     def sign(self, x: Any) -> Any:
         """Computes the sign of x."""
 
 
 class LeafArithmetic:
-    """Computes by plain operations on one leaf, which every transform and compiler follows."""
+    """Computes by plain operations on one leaf, which every transform and compiler follows.
+
+    No operation writes in place, also not those whose names end in ``_``.
+    """
 
     def cast(self, x: Tensor, like: Tensor) -> Tensor:
         """Returns x in the dtype of ``like``; x itself if it has that."""
@@ -80,7 +83,10 @@ class LeafArithmetic:
         return y
 
     def add_(self, x: Tensor, y: Tensor | float, alpha: Number = 1) -> Tensor:
-        """Returns x + alpha · y in new memory, with one rounding, as kernels with ``alpha``."""
+        """Returns x + alpha · y in new memory, with one rounding, as kernels with ``alpha``.
+
+        y may be a float only if alpha is no tensor.
+        """
         if not isinstance(alpha, Tensor):
             return torch.add(x, y, alpha=alpha)
         assert isinstance(y, Tensor)
@@ -88,25 +94,25 @@ class LeafArithmetic:
         return torch.addcmul(x, y, alpha.to(dtype))
 
     def mul(self, x: Tensor, factor: Number) -> Tensor:
-        """Computes x · factor."""
+        """Computes x · factor in new memory; a tensor is cast to the dtype of x first."""
         return x * as_scalar(factor, x)
 
     mul_ = mul
 
     def div(self, x: Tensor, divisor: Tensor) -> Tensor:
-        """Divides x by a leaf or by a scalar tensor, which is cast to the dtype of x."""
+        """Divides x by a leaf or by a scalar tensor, which is cast to the dtype of x first."""
         return x / as_scalar(divisor, x)
 
     div_ = div
 
     def lerp(self, x: Tensor, y: Tensor, weight: Number) -> Tensor:
-        """Computes x + weight · (y − x)."""
+        """Computes x + weight · (y − x) in new memory; a tensor weight is cast first."""
         return torch.lerp(x, y, as_scalar(weight, x))
 
     lerp_ = lerp
 
     def addcmul_(self, x: Tensor, y: Tensor, z: Tensor, value: float) -> Tensor:
-        """Computes x + value · y · z."""
+        """Computes x + value · y · z in new memory."""
         return torch.addcmul(x, y, z, value=value)
 
     def sqrt(self, x: Tensor) -> Tensor:
@@ -126,12 +132,15 @@ class ForeachArithmetic:
         return foreach.cast(x, like)
 
     def assign_(self, x: Column, y: Column) -> Column:
-        """Writes y over x."""
+        """Writes y over x in place, and returns x."""
         foreach.copy_(x, y)
         return x
 
     def add_(self, x: Column, y: Column | float, alpha: Number = 1) -> Column:
-        """Adds alpha · y to x: in place if x has the wider dtype of both, else in new memory."""
+        """Adds alpha · y to x: in place if x has the wider dtype of both, else in new memory.
+
+        A float y is added in place, and alpha is then not used.
+        """
         if not isinstance(y, Sequence):
             foreach.add_(x, y)
             return x
@@ -151,12 +160,12 @@ class ForeachArithmetic:
         return x
 
     def mul(self, x: Column, factor: Number) -> Column:
-        """Computes x · factor."""
+        """Computes x · factor, in new memory."""
         factor = foreach.as_number(factor, x[0])
         return foreach.mul(x, factor)
 
     def mul_(self, x: Column, factor: Number) -> Column:
-        """Multiplies x in place."""
+        """Multiplies x in place, and returns it."""
         factor = foreach.as_number(factor, x[0])
         foreach.mul_(x, factor)
         return x
@@ -167,7 +176,7 @@ class ForeachArithmetic:
         return foreach.div(x, number)
 
     def div_(self, x: Column, y: Column | Tensor) -> Column:
-        """Divides x in place, by a column or by a scalar tensor."""
+        """Divides x in place, by a column or by a scalar tensor, and returns it."""
         if isinstance(y, Tensor):
             foreach.div_(x, foreach.as_number(y, x[0]))
         else:
@@ -175,7 +184,7 @@ class ForeachArithmetic:
         return x
 
     def lerp(self, x: Column, y: Column, weight: Number) -> Column:
-        """Computes x + weight · (y − x)."""
+        """Computes x + weight · (y − x), in new memory."""
         weight = foreach.as_number(weight, x[0])
         if not isinstance(weight, Tensor):
             return foreach.lerp(x, y, weight)
@@ -184,12 +193,12 @@ class ForeachArithmetic:
         return foreach.add(x, foreach.mul(difference, weight))
 
     def lerp_(self, x: Column, y: Column, weight: float) -> Column:
-        """Moves x towards y in place."""
+        """Moves x to x + weight · (y − x) in place, and returns it."""
         foreach.lerp_(x, y, weight)
         return x
 
     def addcmul_(self, x: Column, y: Column, z: Column, value: float) -> Column:
-        """Adds value · y · z to x in place."""
+        """Adds value · y · z to x in place, and returns it."""
         foreach.addcmul_(x, y, z, value=value)
         return x
 
@@ -215,20 +224,20 @@ def as_scalar(value: Number, x: Tensor) -> Number:
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
-    """Computes √x, whose derivative at 0 is 0, not infinite; NaN and negative x give 0, too.
+    """Computes √x, whose derivative at 0 is 0, not infinite.
 
     It computes by way of float64, because torch's float32 root is not correctly rounded where MKL
     takes it. Compiled code calls the processor's root, which is.
     """
-    is_positive = x > 0
+    is_zero = x == 0
     dtype = torch.float64
     if torch.compiler.is_dynamo_compiling():
         dtype = x.dtype
     # The root of 1 where x is 0: a selection multiplies the derivative there by zero, and the
     # derivative of √x at 0 is infinite.
-    positive = torch.where(is_positive, x, 1)
-    roots = positive.to(dtype).sqrt().to(x.dtype)
-    return torch.where(is_positive, roots, 0)
+    nonzero = torch.where(is_zero, 1, x)
+    roots = nonzero.to(dtype).sqrt().to(x.dtype)
+    return torch.where(is_zero, 0, roots)
 
 
 LEAF = LeafArithmetic()

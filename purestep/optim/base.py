@@ -38,13 +38,19 @@ UpdateInPlace: TypeAlias = Callable[
 
 
 class Init(Protocol):
-    """Returns the first state: a complete tree of tensors, detached from the params."""
+    """Makes an optimizer's first state: a tree of tensors, with all leaves of later states.
+
+    It shares no memory with the params.
+    """
 
     def __call__(self, params: Params, /) -> OptState: ...
 
 
 class Transform(NamedTuple):
-    """Turns gradients into updates, which have the sign of the gradients, by pure functions.
+    """Turns gradients into updates, which ``sgd`` subtracts from the params, by pure functions.
+
+    ``init(params)`` makes the state. ``update(grads, state, params)`` returns the updates and the
+    new state.
 
     ``update_(grads, state, params, applied)`` does the same in place, as in an ``Optimizer``. Its
     updates may use the memory of the gradients, but not that of the state. Where ``applied`` is
@@ -67,8 +73,8 @@ class Transform(NamedTuple):
 class Optimizer(NamedTuple, Generic[StateT]):
     """Turns gradients into new params by pure functions.
 
-    ``update(grads, opt_state, params)`` returns new params and state, by plain arithmetic
-    that every transform and compiler follows.
+    ``init(params)`` makes the state. ``update(grads, opt_state, params)`` returns new params and
+    state, by plain arithmetic that every transform and compiler follows.
 
     ``update_(grads, opt_state, params, applied)`` does the same in place, and is optional. It
     consumes gradients, state and params, and returns params and state in their own buffers. Where
@@ -97,7 +103,8 @@ def chain(
 ) -> TransformOrOptimizer:
     """Applies transforms one after the other. An Optimizer may come last.
 
-    The state is the tuple of their states.
+    The result is an Optimizer if the last part is one, else a Transform. The state is the tuple of
+    the parts' states. Raises ``ValueError`` without parts, and ``TypeError`` for any other part.
 
     >>> from purestep.optim import clip_by_global_norm, sgd
     >>> type(chain(clip_by_global_norm(1.0), sgd(0.1))).__name__
@@ -130,14 +137,17 @@ def chain(
 
 
 def use_short_names(*functions: Any) -> tuple[Any, ...]:
-    """Renames functions, ``chain.<locals>.update`` to ``update``, for errors; returns them."""
+    """Sets the ``__qualname__`` of functions to their ``__name__``, and returns the functions.
+
+    Errors then say ``update``, not ``chain.<locals>.update``.
+    """
     for function in functions:
         function.__qualname__ = function.__name__
     return functions
 
 
 def _check_chain(parts: Sequence[object]) -> None:
-    """Raises unless all parts are Transforms; the last may be an Optimizer."""
+    """Raises TypeError unless all parts are Transforms; the last may be an Optimizer."""
     last = len(parts) - 1
     for position, part in enumerate(parts):
         if not isinstance(part, Transform | Optimizer):
@@ -151,10 +161,7 @@ def _check_chain(parts: Sequence[object]) -> None:
 
 
 def update_in_place(part: Transform | Optimizer) -> UpdateInPlace:
-    """Returns ``update_``, or a function that runs ``update`` and copies its results.
-
-    New params and state are copied over the old ones. A Transform's updates stay as they are.
-    """
+    """Returns ``update_`` of a part that has one, else a function that runs ``update_by_copy``."""
     if part.update_ is not None:
         return part.update_
 
@@ -176,8 +183,9 @@ def update_by_copy(
     """Runs ``update``, and copies the new state and an Optimizer's new params over the old ones.
 
     A Transform's updates are returned as they are. Where ``applied`` is False, ``update`` gets
-    gradients of zero, and state and params keep their values. If autograd or a transform follows
-    the values, nothing is written, and the results are new tensors.
+    gradients of zero, and state and params keep their values. If autograd follows the values,
+    nothing is written, and the results are new tensors. Raises ValueError if ``update`` changes
+    structures, shapes or dtypes.
     """
     if applied is not None:
         grads = mask_grads(grads, applied)
@@ -193,7 +201,9 @@ def update_by_copy(
 
 
 def _clone_views_of(old_leaves: Sequence[Tensor], results: Tree) -> Tree:
-    """Clones results that share memory with an old leaf, unless that very leaf stays in its place.
+    """Returns the results, with clones of those that share memory with an old leaf.
+
+    A result that is the old leaf at the same position stays.
 
     An ``update`` that swaps two leaves of the state returns both: a copy over the first would
     change the second before it is read.
@@ -210,7 +220,7 @@ def _clone_views_of(old_leaves: Sequence[Tensor], results: Tree) -> Tree:
 
 
 def mask_grads(grads: Tree, applied: Tensor) -> Tree:
-    """Returns the gradients if the step is applied, else zeros.
+    """Returns the gradients if the scalar ``applied`` is True, else zeros, as new tensors.
 
     Everything computed from zeros is finite, whether it is selected or not. Derivatives need that:
     a selection sends zeros into the other branch, and zero times infinity is NaN.
@@ -219,7 +229,7 @@ def mask_grads(grads: Tree, applied: Tensor) -> Tree:
 
 
 def check_tensor_params(params: Params) -> None:
-    """Raises unless params are a tree of tensors. An optimizer may be the first to see them."""
+    """Raises TypeError unless all leaves of params are tensors, with a hint for modules."""
     _check_tensors(
         "params",
         params,
@@ -238,7 +248,10 @@ def _check_tensors(name: str, values: Tree, hint: str) -> None:
 
 
 def check_optimizer(message: str, value: object) -> None:
-    """Raises unless the value is an Optimizer, with a hint at how to make one of it."""
+    """Raises TypeError unless the value is an Optimizer, with a hint at how to make one of it.
+
+    The error begins with ``message``.
+    """
     if isinstance(value, Optimizer):
         return
     cls = value if isinstance(value, type) else type(value)
@@ -246,7 +259,7 @@ def check_optimizer(message: str, value: object) -> None:
 
 
 def _hint_for(cls: type) -> str:
-    """Tells how to make an Optimizer of a value of this class."""
+    """Returns the hint that says how to make an Optimizer of a value of this class."""
     if issubclass(cls, Transform):
         return "end the chain with one: ps.optim.chain(transform, ps.optim.sgd(lr))"
     if issubclass(cls, torch.optim.Optimizer):
@@ -261,7 +274,10 @@ def _hint_for(cls: type) -> str:
 def raise_mismatch(
     init: Init, grads: Tree, state: OptState, params: Params
 ) -> NoReturn:
-    """Raises an error that says whether params are missing, or the state or gradients misfit."""
+    """Raises the ValueError for arguments that do not fit an update.
+
+    It says whether params are missing, or the state, the gradients or a dtype does not fit.
+    """
     if params is None:
         raise ValueError(
             "this update reads the params: call update(grads, state, params)"
@@ -280,7 +296,10 @@ def raise_mismatch(
 
 
 def state_mismatch(init: Init, state: OptState, params: Params) -> str | None:
-    """Describes how a state differs from ``init(params)``; None where it does not."""
+    """Describes how a state differs from ``init(params)``, or returns None.
+
+    Containers, shapes and dtypes count, where all floating point dtypes are equal.
+    """
     expected = init(params)
     difference = tree.describe_mismatch(state, expected, "opt_state")
     if difference is None:
@@ -297,9 +316,10 @@ def state_mismatch(init: Init, state: OptState, params: Params) -> str | None:
 def reraise_with_hint(
     init: Init, state: OptState, params: Params, error: Exception
 ) -> None:
-    """Raises a better error if the state is another optimizer's, or not a tree of tensors.
+    """Raises a better error than ``error`` if the state has caused it.
 
-    Otherwise it returns, and the caller raises ``error``.
+    It is a ValueError for another optimizer's state, and a TypeError for leaves that are no
+    tensors. Otherwise the function returns, and the caller raises ``error``.
     """
     mismatch: str | None = None
     # ``init`` may fail as well, and the first error matters more.

@@ -69,7 +69,8 @@ class Inputs(NamedTuple):
     """Holds the arguments of an update: flattened, and equal in structure and shapes.
 
     A column has the leaves of one argument: the gradients, the params, or one tree of the state.
-    ``leaves`` has all of them in a row.
+    A row has the leaves at one position of all columns. ``leaves`` joins the columns, and
+    ``dtypes`` are those of all leaves.
     """
 
     leaves: list[Tensor]
@@ -79,7 +80,10 @@ class Inputs(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Holds rows of one layout, and their positions among all rows."""
+    """Holds the columns of some rows, which have one layout, and their positions among all rows.
+
+    A row has the leaves at one position of all columns.
+    """
 
     positions: Sequence[int]
     layout: Layout
@@ -97,7 +101,8 @@ def elementwise(
 ) -> TransformOrOptimizer:
     """Makes an Optimizer, or a Transform, whose update is one formula for each element.
 
-    Gradients come in float32 at least.
+    The formula gets gradients in float32 at least. An update raises ``ValueError`` unless its
+    arguments fit together.
 
     Args:
         cls: ``Optimizer`` or ``Transform``. The formula returns new params, or updates.
@@ -178,14 +183,17 @@ class StateFields:
         self.has_step = "step" in self.names
 
     def init_state(self, params: Params) -> OptState:
-        """Returns the state before the first step."""
+        """Returns the state before the first step: a step of 0, and zeros in float32 at least.
+
+        Raises TypeError unless the leaves of params are tensors.
+        """
         check_tensor_params(params)
         step = make_step_counter(params) if self.has_step else None
         slots = [tree.zeros_like(params) for _ in self.slot_names]
         return self.make_state(step, slots)
 
     def make_state(self, step: Tensor | None, slots: Sequence[Tree]) -> OptState:
-        """Returns a state of these slots."""
+        """Returns a state of these slots, and of ``step`` if states have a step."""
         if self.has_step:
             return self.state_type(step, *slots)
         return self.state_type(*slots)
@@ -195,7 +203,8 @@ class StateFields:
     ) -> tuple[Inputs, Tensor | None]:
         """Flattens the arguments of an update; returns also the step counter, or None without one.
 
-        Raises unless they fit together. Where params are not read, None stands for params, too.
+        Raises ValueError unless they fit together. Where params are not read, they may be None, and
+        the gradients stand for them.
         """
         like_params = grads if params is None and not self.reads_params else params
         # Any tuple is an instance of ``tuple``, the type of an empty state.
@@ -239,7 +248,8 @@ def apply_by_leaf(
 ) -> list[Tree]:
     """Applies a formula to each row of leaves, by plain operations.
 
-    Returns the tree of updates or new params, and a tree for each slot of the state.
+    Gradients are widened to float32 at least. Returns the tree of updates or new params, and a tree
+    for each slot of the state. New params and slots have the dtypes of the old ones.
     """
     grads, *others = inputs.columns
     if not inputs.dtypes <= WIDE_DTYPES:
@@ -260,7 +270,7 @@ def apply_by_leaf(
 def round_results(
     results: Results, row: Sequence[Tensor], *, is_transform: bool
 ) -> list[Tensor]:
-    """Rounds the results of a formula to the dtypes of params and state.
+    """Rounds the results of a formula to the dtypes of params and slots in the row.
 
     A Transform's first result is an update: it keeps its dtype.
     """
@@ -283,7 +293,7 @@ def write_group(
     """Applies a formula to a group of rows in place, unless ``applied`` is False.
 
     The formula of an Optimizer writes to params and slots; then ``updates`` is None. That of a
-    Transform writes to slots, and its results into ``updates``.
+    Transform writes to slots, and its results go into ``updates``, at the positions of the rows.
     """
     if updates is None:
         update_params_(formula, group.columns, applied)
@@ -294,7 +304,10 @@ def write_group(
 
 
 def update_params_(formula: Formula, columns: Columns, applied: Tensor | None) -> None:
-    """Writes an Optimizer's formula over params and slots, where ``applied`` holds."""
+    """Writes the results of an Optimizer's formula over params and slots.
+
+    Where ``applied`` is False, both stay as they are. None means True.
+    """
     for grads, *old in split_by_size(columns):
         writable = old
         if applied is not None:
@@ -307,7 +320,10 @@ def update_params_(formula: Formula, columns: Columns, applied: Tensor | None) -
 def compute_updates_(
     formula: Formula, columns: Columns, applied: Tensor | None
 ) -> list[Tensor]:
-    """Writes a Transform's formula over slots, where ``applied`` holds; returns the updates."""
+    """Returns the updates of a Transform's formula, and writes its new slots over the old ones.
+
+    Where ``applied`` is False, the slots stay as they are. None means True.
+    """
     updates: list[Tensor] = []
     for grads, params, *slots in split_by_size(columns):
         writable = slots if applied is None else clone_columns(slots)
@@ -335,10 +351,10 @@ def run_fused(
     applied: Tensor | None,
     columns: Columns,
 ) -> None:
-    """Runs a fused kernel on params and slots, where ``applied`` holds.
+    """Runs a fused kernel, which writes to params and slots, with ``step`` already counted.
 
-    On the host ``applied`` is None. On a device the kernel leaves all values as they are where
-    ``applied`` is False.
+    ``hyperparams`` are the learning rate and the weight decay. On the host ``applied`` is None. On
+    a device the kernel leaves all values as they are where ``applied`` is False.
     """
     rate, decay = hyperparams
     grads, params, *slots = columns
@@ -368,7 +384,7 @@ def run_fused(
 
 
 def split_by_layout(inputs: Inputs) -> list[Group]:
-    """Groups rows by layout, and widens their gradients."""
+    """Groups rows by device and layout, and widens their gradients; no rows give no groups."""
     columns = inputs.columns
     # Maps over all leaves, at each step, are faster than comprehensions.
     devices = {*map(attrgetter("device"), columns[0])}
@@ -389,7 +405,10 @@ def split_by_layout(inputs: Inputs) -> list[Group]:
 
 
 def make_group(columns: Columns, positions: Sequence[int]) -> Group:
-    """Takes the rows at these positions, whose layouts are equal, and widens their gradients."""
+    """Makes a group of the rows at these positions, which must have equal layouts.
+
+    Gradients are widened, and cloned if they are expanded.
+    """
     group = []
     for column in columns:
         group.append([column[position] for position in positions])
@@ -405,12 +424,15 @@ def make_group(columns: Columns, positions: Sequence[int]) -> Group:
 
 
 def clone_expanded(grads: list[Tensor]) -> list[Tensor]:
-    """Clones expanded gradients, as of ``x.sum()``, which have one memory for all elements."""
+    """Clones expanded gradients, whose elements share memory, and returns others as they are.
+
+    The gradient of ``x.sum()`` is an expanded one.
+    """
     return [grad.clone() if 0 in grad.stride() else grad for grad in grads]
 
 
 def clone_columns(columns: Columns) -> list[list[Tensor]]:
-    """Clones columns, to which a formula may write."""
+    """Returns clones of columns, to which a formula may write."""
     # One call for all columns: on a device each call is a launch.
     clones = iter(foreach.clone(join_columns(columns)))
     return [[next(clones) for _ in column] for column in columns]
@@ -422,7 +444,11 @@ def join_columns(columns: Columns) -> list[Tensor]:
 
 
 def split_by_size(columns: Columns) -> Iterator[Columns]:
-    """Yields successive rows whose params have few bytes together, at least one row at a time."""
+    """Splits columns into successive groups of rows, and yields the columns of each.
+
+    The params of a group have at most ``HOST_BYTES`` or ``DEVICE_BYTES``. A larger row is a group
+    alone.
+    """
     params = columns[1]
     max_bytes = HOST_BYTES if params[0].is_cpu else DEVICE_BYTES
     start = 0
@@ -437,7 +463,10 @@ def split_by_size(columns: Columns) -> Iterator[Columns]:
 
 
 def widen_grads(grads: list[Tensor], others: Columns) -> list[Tensor]:
-    """Casts gradients to float32 at least: by one call to the dtype of a wide column, if any."""
+    """Casts a column of gradients to float32 at least; wide gradients are returned as they are.
+
+    If one of the other columns is in float32 or float64, one call casts to its dtype.
+    """
     if grads[0].dtype in WIDE_DTYPES:
         return grads
     for column in others:
@@ -454,7 +483,7 @@ def widen_grad(grad: Tensor) -> Tensor:
 
 
 def make_step_counter(params: Params) -> Tensor:
-    """Returns a step counter at 0, on the device of the params."""
+    """Returns a step counter: 0 in int64, on the device of the first leaf or the host."""
     leaves = tree.leaves(params)
     if not leaves:
         return torch.zeros((), dtype=torch.int64)

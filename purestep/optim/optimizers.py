@@ -28,7 +28,7 @@ from purestep.types import State, Tree
 
 
 class DescentState(NamedTuple):
-    """Counts the steps.
+    """Holds the number of steps.
 
     >>> sgd(0.1).init(torch.tensor(1.0))
     DescentState(step=tensor(0))
@@ -38,7 +38,7 @@ class DescentState(NamedTuple):
 
 
 def _descend(learning_rate: LearningRate) -> Optimizer[State]:
-    """Makes the Optimizer that takes the step, θ ← θ − lr · u, after transforms of u."""
+    """Makes the Optimizer θ ← θ − lr · u, where u is the gradient, or the update of a transform."""
 
     def rule(ops: Arithmetic, step: Tensor, rate: Number) -> Formula:
         def formula(updates: Any, params: Any) -> Results:
@@ -61,12 +61,13 @@ def sgd(
 
         g ← g + weight_decay · θ,    t ← momentum · t + g,    θ ← θ − lr · t
 
-    ``sgd(learning_rate)`` alone is the step that ends a chain of transforms.
+    ``sgd(learning_rate)`` alone is the step that ends a chain of transforms. With momentum or decay
+    the optimizer is itself a ``chain``, whose state is a tuple.
 
     Args:
         learning_rate: a number, a scalar tensor or a schedule.
         momentum: the decay of the trace t.
-        nesterov: look ahead, with g + momentum · t.
+        nesterov: look ahead, with g + momentum · t. The momentum must not be 0.
         weight_decay: added to the gradient, so that it takes part in the momentum.
         mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function
             from params to one; None: all. With a mask, the decay is a ``partition``.
@@ -108,7 +109,10 @@ class AdamWState(NamedTuple):
 
 
 def _fused_layout(params_dtype: torch.dtype, device: str) -> Layout:
-    """Returns the layout of gradients, params and both means."""
+    """Returns the layout of gradients, params and both means, for contiguous tensors.
+
+    All but the params are in float32.
+    """
     dtypes = (torch.float32, params_dtype, torch.float32, torch.float32)
     return Layout(dtypes, device, is_contiguous=True)
 
@@ -139,9 +143,11 @@ def adamw(
 
     where μ̂ = μ / (1 − b₁ᵗ) and ν̂ = ν / (1 − b₂ᵗ).
 
-    In place, float32 leaves use torch's fused kernel. Under transforms, plain arithmetic gives the
-    same bits on the host, in vectors of sixteen elements. The kernel rounds the last elements of a
-    leaf as its scalar code does. On CUDA the kernel takes a schedule's rate in float32.
+    In place, contiguous float32 leaves use torch's fused kernel, on CUDA those in half precision
+    too. Under transforms, plain arithmetic gives the same bits on the host, in vectors of sixteen
+    elements. The kernel rounds the last elements of a leaf, beyond these vectors, as its scalar
+    code does. On CUDA the kernel takes a schedule's rate in float32. With a ``weight_decay`` that
+    is a tensor on a device, no leaf uses it.
 
     Args:
         learning_rate: a number, a scalar tensor or a schedule.

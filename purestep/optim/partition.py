@@ -27,7 +27,7 @@ CACHE_SIZE = 8
 
 
 class Share(NamedTuple):
-    """Selects the params of one optimizer: its label, the positions of its leaves, their tree."""
+    """Holds which params one optimizer has: its label, the positions of its leaves, their tree."""
 
     label: str
     positions: list[int]
@@ -39,7 +39,7 @@ class Share(NamedTuple):
         return tree.unflatten(self.spec, selected)
 
     def fill_in(self, leaves: list[Any], subtree: Tree) -> None:
-        """Writes the leaves of the share's tree to their positions among all leaves."""
+        """Writes the leaves of ``subtree``, the share's tree, into ``leaves``, at its positions."""
         share_leaves = tree.leaves(subtree)
         for position, leaf in zip(self.positions, share_leaves, strict=True):
             leaves[position] = leaf
@@ -53,7 +53,10 @@ def partition(
 
     Each optimizer sees only its params, so its norms are those of their gradients. An empty tuple
     stands for the others, and for containers of others (None is a leaf to ``torch.vmap``). The
-    state is a dict of their states, or a tuple for Transforms.
+    state is a dict of their states, or a tuple for Transforms. A label that no parameter has is
+    left out of it.
+
+    ``init`` and ``update`` raise ``ValueError`` for a label that is not among ``transforms``.
 
     Args:
         transforms: a dict of optimizers, or of transforms, by label.
@@ -126,8 +129,8 @@ def partition(
 class ShareCache:
     """Splits params by their labels, and remembers the shares of recent structures.
 
-    So labels are computed once for params that agree in names, shapes and dtypes. Transforms and
-    compilers compute them each time.
+    So labels are computed once for params that agree in names, shapes and dtypes. Under a transform
+    or a compiler they are computed each time.
     """
 
     def __init__(
@@ -140,7 +143,10 @@ class ShareCache:
     def find_shares(
         self, params: Params, leaves: list[Any], spec: tree.TreeSpec
     ) -> list[Share]:
-        """Returns the shares of these params, which have these leaves and this structure."""
+        """Returns the shares of ``params``, whose leaves and structure the caller passes, too.
+
+        Raises ValueError for an unknown label.
+        """
         if not tree.is_plain_eager():
             return make_shares(self.param_labels, self.labels, params)
         formats = [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -155,7 +161,10 @@ class ShareCache:
 
 
 def _find_class(transforms: Mapping[str, Transform | Optimizer]) -> Any:
-    """Returns Transform if all are Transforms, Optimizer if all are Optimizers; else raises."""
+    """Returns Transform if all are Transforms, Optimizer if all are Optimizers or there are none.
+
+    Otherwise raises TypeError.
+    """
     classes = {type(part) for part in transforms.values()}
     if classes == {Transform}:
         return Transform
@@ -171,7 +180,7 @@ def make_shares(
 ) -> list[Share]:
     """Makes a share for each known label that a param has, in the order of the known labels.
 
-    Raises for any other label.
+    Raises ValueError for any other label.
     """
     prefix = param_labels(params) if callable(param_labels) else param_labels
     labels = tree.broadcast_prefix(prefix, params)
@@ -209,7 +218,10 @@ def join_states(
 def split_state(
     shares: list[Share], state: OptState, *, is_transform: bool
 ) -> list[OptState] | None:
-    """Returns the state of each share; None if these shares did not make the joined state."""
+    """Returns the state of each share; None if the joined state does not fit the shares.
+
+    A dict fits if it has their labels, and a tuple if it has their number.
+    """
     if is_transform:
         if isinstance(state, tuple) and len(state) == len(shares):
             return [*state]
@@ -223,7 +235,11 @@ def split_state(
 def partition_by_mask(
     mask: Mask, selected: TransformOrOptimizer, others: TransformOrOptimizer
 ) -> TransformOrOptimizer:
-    """Makes a ``partition``: ``selected`` is "decay", for True in the mask; ``others`` "rest"."""
+    """Makes a ``partition`` by a mask: params at True get ``selected``, and all others ``others``.
+
+    Their labels are "decay" and "rest". ``init`` and ``update`` raise ValueError unless the mask's
+    leaves are bools.
+    """
 
     def param_labels(params: Params) -> Tree:
         prefix = mask(params) if callable(mask) else mask

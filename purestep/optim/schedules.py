@@ -17,7 +17,11 @@ LearningRate: TypeAlias = float | Tensor | Schedule
 
 
 def evaluate_rate(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
-    """Returns the learning rate of this step; that of a schedule in float64."""
+    """Returns the learning rate of this step.
+
+    A schedule is called with the step, and its result cast to float64 if it is a tensor. Numbers
+    and tensors are returned as they are.
+    """
     if not callable(learning_rate):
         return learning_rate
     rate: float | Tensor = learning_rate(step)
@@ -27,7 +31,10 @@ def evaluate_rate(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
 
 
 def check_rate(learning_rate: object) -> None:
-    """Raises TypeError unless this is a number, a tensor, or a callable that is no class."""
+    """Raises TypeError unless this is a number, a tensor, or a function of the step.
+
+    Classes and torch's schedulers raise, too.
+    """
     if is_scheduler(learning_rate):
         raise TypeError(
             f"learning_rate is a scheduler of torch.optim, which {SCHEDULER_HINT}"
@@ -59,6 +66,9 @@ def linear_schedule(
 ) -> Schedule:
     """Moves from ``init_value`` to ``end_value`` in a straight line, then stays constant.
 
+    The line takes ``transition_steps``. Raises ``ValueError`` unless that is positive. The schedule
+    returns float64.
+
     >>> linear_schedule(0.0, 1.0, 4)(torch.tensor([0, 1, 4, 9])).tolist()
     [0.0, 0.25, 1.0, 1.0]
     """
@@ -75,6 +85,9 @@ def cosine_decay_schedule(
     init_value: float, decay_steps: int, alpha: float = 0.0
 ) -> Schedule:
     """Moves from ``init_value`` to ``alpha * init_value`` along half a cosine, then stays constant.
+
+    The cosine takes ``decay_steps``. Raises ``ValueError`` unless that is positive. The schedule
+    returns float64.
 
     >>> cosine_decay_schedule(1.0, 2)(torch.tensor([0, 1, 2, 9])).tolist()
     [1.0, 0.5, 0.0, 0.0]
@@ -98,7 +111,9 @@ def warmup_cosine_decay_schedule(
 ) -> Schedule:
     """Rises to ``peak_value`` in ``warmup_steps``, then falls to ``end_value`` along a cosine.
 
-    As in optax, ``decay_steps`` is the length of the whole schedule, the warm-up included.
+    It starts at ``init_value``, in a straight line, and stays at ``end_value``. As in optax,
+    ``decay_steps`` is the length of the whole schedule, the warm-up included. If ``peak_value`` is
+    0, it falls to 0. Raises ``ValueError`` unless 0 < ``warmup_steps`` < ``decay_steps``.
 
     >>> schedule = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=1, decay_steps=3)
     >>> schedule(torch.tensor([0, 1, 2, 3])).tolist()
@@ -119,6 +134,10 @@ def join_schedules(
     schedules: Sequence[Schedule], boundaries: Sequence[int]
 ) -> Schedule:
     """Runs each schedule until its boundary, then the next one, which counts from 0 again.
+
+    The next one starts at the step of the boundary. All schedules are called at every step, but
+    with steps of their intervals only. Raises ``ValueError`` unless there is one boundary between
+    each two schedules.
 
     >>> halves = [lambda step: 1.0 * step, lambda step: 5.0 * step]
     >>> join_schedules(halves, [2])(torch.arange(4)).tolist()
@@ -153,11 +172,11 @@ def join_schedules(
 
 
 def _progress(step: Tensor, num_steps: int) -> Tensor:
-    """Computes the fraction of the steps that are taken, in float64."""
+    """Returns ``step / num_steps`` in float64, from 0 to 1."""
     return (step.to(torch.float64) / num_steps).clamp(0, 1)
 
 
 def _check_steps(name: str, steps: int) -> None:
-    """Raises unless the number of steps is positive."""
+    """Raises ValueError unless the number of steps is positive."""
     if steps <= 0:
         raise ValueError(f"{name}={steps} must be positive")

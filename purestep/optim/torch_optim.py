@@ -68,8 +68,9 @@ def from_torch(
 
     The algorithm must step without a closure. Each update passes the state to torch and takes it
     back, so torch keeps nothing. Gradients are cast to the params' dtype, as torch needs. Under
-    ``vmap``, ``grad``, ``jvp`` or ``torch.compile``, or if an argument requires grad, an update is
-    refused, because torch's in-place steps have wrong derivatives there.
+    ``vmap``, ``grad``, ``jvp`` or ``torch.compile``, or if an argument requires grad, an update
+    raises ``ValueError``, because torch's in-place steps have wrong derivatives there. An algorithm
+    that is not elementwise takes no ``Shard``.
 
     Args:
         algorithm: the class, such as ``torch.optim.RMSprop``.
@@ -139,7 +140,7 @@ def from_torch(
 
 
 def check_not_differentiable(factory: OptimizerFactory) -> None:
-    """Raises if torch is asked to record its steps."""
+    """Raises ValueError if the settings have ``differentiable=True``."""
     if factory.settings.get("differentiable"):
         raise ValueError(
             "from_torch(differentiable=True): torch's in-place steps are not differentiated here; "
@@ -148,7 +149,10 @@ def check_not_differentiable(factory: OptimizerFactory) -> None:
 
 
 def check_algorithm(algorithm: Any) -> None:
-    """Raises unless this is a class of optimizers that need no more than dense gradients."""
+    """Raises TypeError unless this is a class of optimizers that need only dense gradients.
+
+    One that needs a closure raises, and so does ``SparseAdam``.
+    """
     is_class = isinstance(algorithm, type)
     if not is_class or not issubclass(algorithm, torch.optim.Optimizer):
         raise TypeError(
@@ -183,21 +187,28 @@ class OptimizerFactory:
 
     @property
     def alternative(self) -> str:
-        """Returns what errors suggest where a transform cannot follow steps in place."""
+        """Returns the text that names a pure optimizer instead, for errors under a transform."""
         if self.name in PURE_NAMESAKES:
             return f"ps.optim.{PURE_NAMESAKES[self.name]}, which is plain arithmetic"
         return PURE_OPTIMIZERS
 
     @property
     def is_elementwise(self) -> bool:
-        """Returns whether a shard of a parameter is enough for its update."""
+        """Returns whether a shard of a parameter is enough for its update.
+
+        False for classes from outside of torch.
+        """
         is_torchs = self.algorithm.__module__.startswith("torch.optim.")
         return is_torchs and self.name in ELEMENTWISE
 
     def make_optimizer(
         self, leaves: list[Tensor], step: Tensor
     ) -> torch.optim.Optimizer:
-        """Makes the optimizer of these leaves, with the learning rate of this step."""
+        """Makes the optimizer of these leaves, with the learning rate of this step.
+
+        The rate is a float, read on the host, unless ``fused`` or ``capturable`` is set. Raises
+        ValueError if torch refuses the leaves or settings.
+        """
         settings = dict(self.settings)
         if self.lr is not None:
             lr = evaluate_rate(self.lr, step)
@@ -218,7 +229,8 @@ def init_state(factory: OptimizerFactory, params: Params) -> TorchState:
     """Makes the first state: zeros for each tensor that torch's state has after a step.
 
     torch makes its state at the first step, so copies of the params take one, with gradients of
-    zero. Raises if a leaf is a shard, unless the algorithm is elementwise.
+    zero. Raises ValueError if a leaf is a shard, unless the algorithm is elementwise. Raises
+    TypeError if torch's state holds more than tensors and None.
     """
     leaves, structure = tree.flatten(params)
     if not factory.is_elementwise:
@@ -234,7 +246,7 @@ def init_state(factory: OptimizerFactory, params: Params) -> TorchState:
 
 
 def check_no_shards(factory: OptimizerFactory, structure: tree.TreeSpec) -> None:
-    """Raises if any leaf is a shard."""
+    """Raises ValueError if any leaf is a shard."""
     for shard_spec in tree.shard_specs(structure):
         if shard_spec:
             raise ValueError(
@@ -250,7 +262,7 @@ def zeros_like_state(
 ) -> dict[str, Tensor | None]:
     """Returns the state of one parameter before its first step: zeros, like a state after it.
 
-    Raises unless each of its values is a tensor or None.
+    None stays. Raises TypeError unless each of its values is a tensor or None.
     """
     zeros: dict[str, Tensor | None] = {}
     for key, value in state.items():
@@ -270,7 +282,7 @@ def zeros_like_state(
 def check_state_shapes(
     factory: OptimizerFactory, leaves: list[Tensor], states: list[Any]
 ) -> None:
-    """Raises unless the state has the params' shapes, scalars aside.
+    """Raises ValueError unless the state's tensors, but for scalars, have the params' shapes.
 
     Fused kernels do not compare shapes: they would read and write beyond the end.
     """
@@ -290,7 +302,10 @@ def step_in_place(
     *,
     is_first_step: bool,
 ) -> None:
-    """Takes one step, which writes to leaves and states."""
+    """Takes one step, which writes to leaves and states, and sets ``grad`` of leaves.
+
+    At the first step the old states are not read: torch makes them.
+    """
     for leaf, grad, state in zip(leaves, grads, states, strict=True):
         leaf.grad = grad.to(leaf.dtype)
         # Before the first step torch expects no state, and makes it.

@@ -19,7 +19,8 @@ from purestep.types import OptState, Params, Tree
 def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
     """Scales gradients down to ``max_norm``: g · min(1, max_norm / ‖g‖₂).
 
-    The norm is that of the whole tree. For a ``Shard`` it includes all ranks of its axis.
+    The norm is that of the whole tree. For a ``Shard`` it includes all ranks of its axis. The
+    results are in float32 at least. If the norm is NaN, the gradients keep their values.
 
     >>> clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, (), None)
     ({'w': tensor([0.6000, 0.8000])}, ())
@@ -142,7 +143,10 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 def update_moments(
     ops: Arithmetic, grads: Any, mu: Any, nu: Any, *, b1: float, b2: float
 ) -> Results:
-    """Returns Adam's new means of gradients and of squares; may write to ``mu`` and ``nu``."""
+    """Returns Adam's new means, ``mu`` of gradients and ``nu`` of squares.
+
+    It may write to the old ones.
+    """
     mu = ops.lerp_(mu, grads, 1 - b1)
     nu = ops.mul_(nu, b2)
     nu = ops.addcmul_(nu, grads, grads, 1 - b2)
@@ -154,7 +158,8 @@ def add_decayed_weights(
 ) -> Transform:
     """Adds weight decay to the updates: u + weight_decay · θ, where ``mask`` is True.
 
-    Without a mask, all leaves decay. With one, the transform is a ``partition``.
+    Without a mask, all leaves decay. With one, the transform is a ``partition``. The mask is a tree
+    of bools like the params, a prefix of it, or a function from params to one.
 
     >>> decay = add_decayed_weights(0.1, lambda params: tree.map(lambda p: p.ndim > 1, params))
     >>> params = {"bias": torch.ones(1), "weight": torch.ones(1, 1)}

@@ -33,11 +33,12 @@ class MasterState(NamedTuple):
 
 
 def master_weights(optimizer: Optimizer) -> Optimizer[State]:
-    """Runs the optimizer on a float32 copy of the params, which are its rounded values.
+    """Runs the optimizer on a copy of the params in float32 at least. It returns the copy, rounded.
 
         m ← optimizer(g, m),    θ ← m rounded to the dtype of θ
 
-    bfloat16 has eight bits, so it loses every step of less than 1/256 of a parameter.
+    bfloat16 has eight bits, so it loses every step of less than 1/256 of a parameter. An update
+    does not read the values of its ``params``: to change them, change ``opt_state.master``.
 
     Gradients by the initial params flow through ``init``, under the transforms of ``torch.func``.
     Where params only require grad, they stop there: differentiate ``opt_state.master``.
@@ -62,7 +63,10 @@ def master_weights(optimizer: Optimizer) -> Optimizer[State]:
     inner_update_ = update_in_place(optimizer)
 
     def widen_to_master(grads: Tree, opt_state: Any, params: Params) -> Tree:
-        """Casts gradients to the dtypes of the master params; raises unless the arguments fit."""
+        """Casts gradients to the dtypes of the master params.
+
+        Raises ValueError unless the arguments fit together.
+        """
         inputs = None
         if isinstance(opt_state, MasterState):
             inputs = flatten_alike(grads, params, opt_state.master)
@@ -94,7 +98,7 @@ def master_weights(optimizer: Optimizer) -> Optimizer[State]:
 
 
 def replace_params(ops: Arithmetic, step: None) -> Formula:
-    """Returns a formula whose new params are the tree in the place of the gradients."""
+    """Returns a formula that takes new params in place of the gradients, and returns these."""
 
     def formula(replacements: Any, params: Any) -> Results:
         return (replacements,)
@@ -107,7 +111,10 @@ round_over_params_ = update_in_place(elementwise(Optimizer, tuple, [], replace_p
 
 
 def copy_wide(params: Params) -> Params:
-    """Copies the params to float32 at least; detaches them where no transform follows them."""
+    """Copies the params to float32 at least; detaches them where no transform follows them.
+
+    Raises TypeError unless their leaves are tensors.
+    """
     check_tensor_params(params)
     detaches = tree.can_write()
 
@@ -121,7 +128,7 @@ def copy_wide(params: Params) -> Params:
 
 
 class EmaState(NamedTuple):
-    """Holds the mean of the params, at least in float32, and the state of the inner optimizer.
+    """Holds the decaying mean of the params, in float32 at least, and the inner optimizer's state.
 
     >>> import torch
     >>> from purestep.optim import sgd
@@ -134,7 +141,7 @@ class EmaState(NamedTuple):
 
 
 class AverageState(NamedTuple):
-    """Holds the mean alone, as the state of the transform that moves it."""
+    """Holds the mean of the params alone: the state of the transform that updates it."""
 
     average: Params
 
@@ -146,7 +153,8 @@ def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
 
     The mean starts at the params, and moves when they move. So a skipped step, or one without
     tokens, leaves it. It shares no memory with params, and checkpoints hold it. Evaluate
-    ``opt_state.average``, cast to the params' dtype if that is half precision.
+    ``opt_state.average``, cast to the params' dtype if that is half precision. Raises
+    ``ValueError`` for a ``decay`` that is a number and not from 0 to 1.
 
     Around ``master_weights`` it is the mean of the rounded params. Inside, it is that of the
     float32 params.

@@ -25,7 +25,10 @@ FIRST_BYTES = 2**20
 
 
 class _BucketKey(NamedTuple):
-    """Properties that the leaves of a bucket share."""
+    """Holds the properties that the leaves of a bucket share, and the rows of its memory.
+
+    There is one row for each rank if the leaves are scattered, else one.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -36,7 +39,10 @@ class _BucketKey(NamedTuple):
 
 @dataclass
 class _Bucket:
-    """Describes a collective: its leaves, the axes over which it runs, and its memory."""
+    """Holds leaves that travel together: by a scatter or gather, by a sum, or by both in turn.
+
+    They lie side by side in ``memory``.
+    """
 
     key: _BucketKey
     row_len: int = 0
@@ -48,7 +54,10 @@ class _Bucket:
 
     @cached_property
     def memory(self) -> Tensor:
-        """Allocates the rows when the first leaf is added; backends take no empty tensors."""
+        """Returns the rows, allocated at the first use, without values.
+
+        They have a column at least, because backends take no empty tensors.
+        """
         return torch.empty(
             self.key.num_rows,
             max(self.row_len, 1),
@@ -57,12 +66,15 @@ class _Bucket:
         )
 
     def columns(self, index: int, length: int) -> Tensor:
-        """Returns the columns of a leaf."""
+        """Returns a view of the columns of the leaf at position ``index``: ``length`` of them."""
         start = self.offsets[index]
         return self.memory[:, start : start + length]
 
     def launch(self, op: str) -> None:
-        """Launches its first collective: ``op`` if its leaves are sharded, else a sum."""
+        """Launches the first collective: ``op`` over ``scatter_axis``, or without one the sum.
+
+        The axis logs ``op`` before, and a listener of its log may raise.
+        """
         if self.key.scatter_axis is not None:
             self.key.scatter_axis.log_launch(op, self.memory)
             self.wait = self.key.scatter_axis.launch(self.memory, op)
@@ -70,12 +82,15 @@ class _Bucket:
             self.launch_sum()
 
     def launch_sum(self) -> None:
-        """Launches the sum over ``reduce_axis``, if it has one."""
+        """Launches the sum of the first row over ``reduce_axis``, if it has one, in place."""
         if self.key.reduce_axis is not None:
             self.wait = self.key.reduce_axis.launch(self.memory[0])
 
     def receive_shards(self) -> None:
-        """Waits for a launched scatter or gather, and takes its result as the memory."""
+        """Waits for a launched scatter or gather, and takes its result as the memory.
+
+        Does nothing if none is pending. Must not be called once the sum is launched.
+        """
         if self.key.scatter_axis is None or self.wait is None:
             return
         received = self.wait()
@@ -84,12 +99,15 @@ class _Bucket:
 
 
 class GradBuckets:
-    """Gradients that are summed over ranks while a backward pass runs.
+    """Sums gradients over ranks, in buckets of leaves, while a backward pass runs.
 
-    ``ready(index, total)`` adds the final sum of a leaf, and launches the buckets that are full;
-    ``add_remaining`` adds the other leaves. After ``wait``, ``sums`` holds the sums of all ranks,
-    by position. All ranks launch their buckets in one order. If the loss itself runs collectives
-    over one of the axes, no bucket leaves before ``launch``, since ranks might mix them up.
+    ``ready(index, total)`` adds the final sum of a leaf, and launches the buckets that are full.
+    ``add_remaining`` adds the other leaves, and ``launch`` launches the other buckets. After
+    ``wait``, ``sums`` holds the sums of all ranks, by position.
+
+    All ranks launch their buckets in one order. Once the loss itself has run a collective over one
+    of the axes, no bucket leaves before ``launch``, since ranks might mix them up. The same holds
+    if a backend does not count collectives.
 
     Leaves in ``scatter_specs`` are scattered. ``reduce_axes`` holds the axes over which leaves are
     summed, after the scatter if there is one; by default that is ``axis`` for all of them.
@@ -136,7 +154,11 @@ class GradBuckets:
         dtype: torch.dtype,
         reduce_axis: ProcessAxis | None,
     ) -> None:
-        """Assigns a leaf to the newest bucket of its kind, or to a new one if that is full."""
+        """Assigns a leaf to the newest bucket of its kind, or to a new one if it does not fit.
+
+        ``newest`` is updated. A bucket has at most ``bucket_bytes`` of the axis, and the first of
+        all at most ``first_bytes``. A larger leaf is alone in its bucket.
+        """
         shard_spec = self._scatter_specs.get(index)
         scatter_axis = None
         num_ranks = 1
@@ -152,11 +174,11 @@ class GradBuckets:
             scatter_axis=scatter_axis,
             num_rows=1 if self.op == "all_gather" else num_ranks,
         )
+        bucket = newest.get(key)
         max_bytes: float = self._axis.bucket_bytes
-        if len(self._buckets) < 2:
+        if not self._buckets or bucket is self._buckets[0]:
             max_bytes = min(max_bytes, self.first_bytes)
         max_len = max_bytes / (num_ranks * dtype.itemsize)
-        bucket = newest.get(key)
         if bucket is None or bucket.row_len + row_len > max_len:
             bucket = _Bucket(key)
             newest[key] = bucket
@@ -167,31 +189,33 @@ class GradBuckets:
         bucket.pending.add(index)
 
     def begin(self) -> None:
-        """Notes how many collectives have begun on each axis.
+        """Notes how many collectives have begun on each axis: it is called before the loss runs.
 
         If that number has changed when a bucket is full, the loss has run a collective.
         """
         self._num_collectives = self._count_collectives()
 
     def _count_collectives(self) -> list[int | None]:
-        """Counts the collectives that have begun, on each axis."""
+        """Returns, for each axis, how many collectives have begun; None if that is not counted."""
         return [axis.num_collectives for axis in self._axes]
 
     @property
     def num_early(self) -> int:
         """Returns how many buckets were launched before a collective of the loss; 0 without one.
 
-        The number must be equal on all ranks, which compare it.
+        It holds until ``launch`` is called. The number must be equal on all ranks, which compare
+        it.
         """
         if self._num_collectives == self._count_collectives():
             return 0
         return self._num_launched
 
     def ready(self, index: int, total: Tensor) -> Tensor:
-        """Adds the final sum of a leaf, and returns where it lies from now on.
+        """Adds the final sum of a leaf, launches full buckets, and returns where the sum lies now.
 
         That is a view of its bucket. A sum that is scattered is not kept: an expanded zero of its
-        shape, without memory, stands for it.
+        shape, without memory, stands for it. A leaf without a bucket keeps its sum. Raises
+        RuntimeError if a leaf is added twice.
         """
         bucket = self._bucket_of.get(index)
         if bucket is None:
@@ -207,9 +231,10 @@ class GradBuckets:
         return stored
 
     def _add(self, index: int, total: Tensor) -> Tensor:
-        """Copies the sum of a leaf into its bucket; returns its view there.
+        """Copies the sum of a leaf into its bucket, and returns its view there.
 
-        A leaf that is scattered has none: zeros of the sum's shape stand for it.
+        A scattered leaf has no view: expanded zeros of its shape are returned. A view is also
+        stored in ``sums``.
         """
         bucket = self._bucket_of[index]
         bucket.pending.discard(index)
@@ -228,18 +253,21 @@ class GradBuckets:
         return rows.new_zeros(()).expand(total.shape)
 
     def add_remaining(self, sums: Sequence[Tensor]) -> None:
-        """Adds the sums of all leaves that have not been added yet."""
+        """Adds the sums of all leaves that have not been added yet, and launches nothing."""
         for index, bucket in self._bucket_of.items():
             if index in bucket.pending:
                 self._add(index, sums[index])
 
     def launch(self) -> None:
-        """Launches all buckets that are left."""
+        """Launches all buckets that are left, in order; all leaves must have been added."""
         while self._num_launched < len(self._buckets):
             self._launch_next()
 
     def _launch_full(self) -> None:
-        """Launches full buckets in order, unless the loss has run a collective."""
+        """Launches full buckets in order, up to the first that is not full.
+
+        Launches none if the loss has run a collective, or if collectives are not counted.
+        """
         while self._num_launched < len(self._buckets):
             if self._buckets[self._num_launched].pending:
                 return
@@ -257,7 +285,10 @@ class GradBuckets:
             self._buckets[self._num_launched - 3].receive_shards()
 
     def wait(self) -> None:
-        """Waits for all buckets that have been launched."""
+        """Waits for all buckets that have been launched, and completes ``sums``.
+
+        Scattered buckets are summed over their ``reduce_axis`` here.
+        """
         launched = self._buckets[: self._num_launched]
         for bucket in launched:
             bucket.receive_shards()
@@ -273,9 +304,9 @@ class GradBuckets:
                     self.sums[index] = unpack_rows(rows, shard_spec)
 
     def run_remaining(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Adds and launches all that is left, waits, and returns the sums of all ranks.
+        """Adds and launches all that is left, waits, and returns the sums of all ranks, in order.
 
-        Of a scattered leaf, that is this rank's shard. Leaves that do not travel stay as they are.
+        Of a scattered leaf, that is this rank's shard. Leaves without a bucket keep their sums.
         """
         self.add_remaining(sums)
         self.launch()
@@ -284,14 +315,20 @@ class GradBuckets:
 
 
 class _ShardBuckets(GradBuckets):
-    """Shards that are gathered, in buckets of equal size: no computation hides the first one."""
+    """Gathers shards: after ``wait``, ``sums`` holds full tensors.
+
+    The first bucket is not smaller than others, because no backward pass runs meanwhile.
+    """
 
     op = "all_gather"
     first_bytes = math.inf
 
 
 class _FullBuckets(GradBuckets):
-    """Scatters full gradients that are all there, in buckets of equal size."""
+    """Sums and scatters full gradients after a backward pass.
+
+    The first bucket is not smaller than others, because nothing is computed meanwhile.
+    """
 
     first_bytes = math.inf
 
@@ -299,16 +336,19 @@ class _FullBuckets(GradBuckets):
 def all_gather_in_buckets(
     shards: Sequence[Tensor], shard_specs: Sequence[ShardSpec]
 ) -> list[Tensor]:
-    """Gathers the full tensors of shards over one axis each, in few collectives."""
+    """Gathers the full tensor of each shard over the axis of its spec, in few collectives.
+
+    Autograd does not record it.
+    """
     return _run_in_buckets(_ShardBuckets, shards, shard_specs)
 
 
 def reduce_scatter_in_buckets(
     full_grads: Sequence[Tensor], shard_specs: Sequence[ShardSpec]
 ) -> list[Tensor]:
-    """Sums full tensors over one axis each, in few collectives, and returns the shards.
+    """Sums full tensors, each over the axis of its spec, and returns this rank's shards.
 
-    No two of these share memory: a step adds to them in place.
+    It takes few collectives. No two shards share memory: a step adds to them in place.
     """
     shards = _run_in_buckets(_FullBuckets, full_grads, shard_specs)
     return [shard.clone() for shard in shards]
@@ -319,7 +359,7 @@ def _run_in_buckets(
     tensors: Sequence[Tensor],
     shard_specs: Sequence[ShardSpec],
 ) -> list[Tensor]:
-    """Runs the collectives of one kind on tensors that are all there."""
+    """Gathers or scatters all tensors by one class of buckets, and returns the results in order."""
     if not tensors:
         return []
     buckets = bucket_class(

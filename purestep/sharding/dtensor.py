@@ -18,7 +18,8 @@ def to_dtensor(tree_: Tree) -> Tree:
     """Replaces each ``Shard`` by a DTensor that shares its memory.
 
     Raises ``TypeError`` for a ``Shard`` that is in another one, or not over a ``MeshAxis``. Other
-    leaves stay as they are. Autograd does not record this.
+    leaves stay as they are. Autograd does not record this. A leaf in a ``Shard`` that has
+    another number of dimensions, such as a step count, becomes a plain tensor.
 
     >>> from purestep import shard
     >>> from torch.distributed.device_mesh import init_device_mesh

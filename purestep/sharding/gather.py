@@ -35,10 +35,11 @@ ScatterFn: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
 
 def params_for_loss(params: Params, axis: Axis, gather: Gather) -> Params:
-    """Returns the params as ``accumulate`` sees them: varying over ranks, gathered for the step.
+    """Returns the params as ``accumulate`` sees them: marked by ``pvary`` as varying over ranks.
 
-    With ``gather="step"``, a ``Shard`` over the axis is gathered here; otherwise it stays. A
-    ``Shard`` over an axis that does not split tokens (tensor parallelism) becomes the local tensor.
+    With ``gather="step"``, a collective gathers each ``Shard`` over the axis or a subaxis.
+    Otherwise these stay. A ``Shard`` over an axis that does not split tokens (tensor parallelism)
+    becomes the local tensor.
     """
     leaves, spec = tree.flatten(params)
     shard_specs = tree.shard_specs(spec)
@@ -62,10 +63,11 @@ def params_for_loss(params: Params, axis: Axis, gather: Gather) -> Params:
 def gather_shards(
     tree_: Tree, leaves: Sequence[Tensor], shard_specs: SpecsByIndex
 ) -> Tree:
-    """Replaces the ``Shard`` nodes of a tree, differentiably, and its leaves by ``leaves``.
+    """Returns the tree with ``leaves`` in place of its leaves, and without ``Shard`` nodes.
 
-    Leaves in ``shard_specs`` become full tensors, in buckets, and one by one under a transform.
-    Others stay local.
+    Leaves in ``shard_specs`` are gathered to full tensors, differentiably. Processes gather them in
+    buckets. Under a transform, or where ranks run one program, each leaf takes a collective. Other
+    leaves stay local.
     """
     gathered = [*leaves]
     specs = [*shard_specs.values()]
@@ -105,9 +107,10 @@ def strip_shards(tree_: Tree, kept_axes: Collection[Axis] = ()) -> Tree:
 
 
 class _GatherFunction(Function):
-    """Gathers all shards in one node of the graph.
+    """Gathers all shards in one node of the graph; the backward pass scatters their gradients.
 
-    So a rank whose loss reaches a single leaf scatters the gradients of the others too.
+    So a rank whose loss reaches a single leaf scatters the gradients of the others too, as zeros.
+    Shards that require no grad get none.
     """
 
     @staticmethod
@@ -149,7 +152,7 @@ class _GatherFunction(Function):
 def reduce_scatter(
     full_grads: Sequence[Tensor], shard_specs: Sequence[ShardSpec]
 ) -> list[Tensor]:
-    """Sums full gradients over ranks, and returns this rank's shards of the sums."""
+    """Sums each full gradient over the axis of its spec; returns this rank's shards of the sums."""
     if _can_bucket(shard_specs, *full_grads):
         return reduce_scatter_in_buckets(full_grads, shard_specs)
     shards = []
@@ -165,9 +168,11 @@ def make_reduce_scatter(
 ) -> tuple[GradHook | None, ScatterFn]:
     """Makes a gradient hook, and a function that replaces full gradients by shards of their sums.
 
-    Gradients that are not in ``shard_specs`` stay. By the hook, full buckets of gradients leave
-    while the backward pass runs. It is None without shards, under a transform, and where ranks run
-    one program. There, gradients are scattered one by one, in the list that the function takes.
+    The function takes and returns a list. Gradients that are not in ``shard_specs`` stay. By the
+    hook, full buckets of gradients are launched while the backward pass runs.
+
+    The hook is None without shards, under a transform or autograd, and where ranks run one program.
+    There, the function scatters gradients one by one, and writes to the list.
     """
     specs = [*shard_specs.values()]
     if specs and _can_bucket(specs, full_tensors):
@@ -191,7 +196,10 @@ def make_reduce_scatter(
 
 
 def _can_bucket(shard_specs: Sequence[ShardSpec], *values: Tree) -> bool:
-    """Returns whether each rank runs its own program, and nothing traces what it does."""
+    """Returns whether ranks of all these axes run their own programs, in plain eager mode.
+
+    In that mode no compiler or transform runs, and none of ``values`` requires grad.
+    """
     for shard_spec in shard_specs:
         if not shard_spec.axis.is_multi_program:
             return False

@@ -19,6 +19,9 @@ from purestep.tree.shard import ShardSpec, ShardSpecs
 def reduce_axis(shard_spec: ShardSpec | None, axis: Axis) -> Axis | None:
     """Returns the axis over which a leaf's gradient is summed, after its scatter; None for none.
 
+    That is ``axis``, less the dimensions that the scatter over the leaf's subaxis has summed. All
+    ranks call it together, since it may make a process group.
+
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)
     >>> reduce_axis(ShardSpec(tp, (4,), 0), dp) == dp, reduce_axis(ShardSpec(dp, (4,), 0), dp)
@@ -32,7 +35,7 @@ def reduce_axis(shard_spec: ShardSpec | None, axis: Axis) -> Axis | None:
 
 
 def shards_over(shard_specs: ShardSpecs, axis: Axis) -> dict[int, ShardSpec]:
-    """Selects the leaves that are sharded over the axis or a subaxis, by position."""
+    """Returns the specs of the leaves that are sharded over the axis or a subaxis, by position."""
     # Leaves share few axes, and to compare two of thousands of ranks takes as long as a kernel.
     is_inside: dict[int, bool] = {}
     selected: dict[int, ShardSpec] = {}
@@ -83,7 +86,10 @@ def collective_on_shard(op: str, x: Tensor, shard_spec: ShardSpec) -> Tensor:
 
 
 def pack_rows(x: Tensor, shard_spec: ShardSpec, num_rows: int) -> Tensor:
-    """Packs a shard into one row, or a full tensor into one row for each rank."""
+    """Packs a shard into one row, or a full tensor into one row for each rank.
+
+    Rows have equal length: zeros pad the shorter ones. A sparse tensor is made dense.
+    """
     # Shards are padded behind their last entry, and all that are shorter come last.
     if x.is_sparse:
         x = x.to_dense()
@@ -94,7 +100,10 @@ def pack_rows(x: Tensor, shard_spec: ShardSpec, num_rows: int) -> Tensor:
 
 
 def unpack_rows(rows: Tensor, shard_spec: ShardSpec) -> Tensor:
-    """Unpacks rows: one gives the local shard, one for each rank the full tensor."""
+    """Unpacks rows, contiguously: one gives the local shard, one for each rank the full tensor.
+
+    Padding is dropped, but for a shard where ranks run one program.
+    """
     dim = shard_spec.dim
     num_rows = len(rows)
     shape = shard_spec.shape
@@ -108,7 +117,7 @@ def unpack_rows(rows: Tensor, shard_spec: ShardSpec) -> Tensor:
 
 
 def row_numel(shard_spec: ShardSpec) -> int:
-    """Returns the number of elements in a row."""
+    """Returns the number of elements in a row of ``pack_rows``: those of a padded shard."""
     numel = shard_spec.shard_len
     for dim, length in enumerate(shard_spec.shape):
         if dim != shard_spec.dim:
@@ -117,7 +126,7 @@ def row_numel(shard_spec: ShardSpec) -> int:
 
 
 def pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
-    """Pads a dimension with zeros at its end, up to a length."""
+    """Pads a dimension with zeros at its end, up to a length; returns x itself if it has that."""
     num_missing = length - x.shape[dim]
     if num_missing == 0:
         return x

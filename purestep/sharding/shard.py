@@ -14,8 +14,10 @@ from purestep.types import Tree
 def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
     """Replaces each leaf by a ``Shard``: this rank's part of it along ``dim``.
 
-    Every rank passes the same full tensors; gradients by them are summed over ranks. A scalar is
-    not sharded, and stays as it is.
+    Every rank passes the same full tensors; gradients by them are summed over ranks. The parts are
+    copies, and the last ones may be shorter, or padded with zeros where ranks run one program. A
+    scalar is copied, not sharded. The part in a ``Shard`` is sharded in turn. Raises ``ValueError``
+    for a leaf that has no such ``dim``.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)
@@ -44,7 +46,7 @@ def _shard_leaf(full: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
 
 
 def _select_block(full: Tensor, shard_spec: ShardSpec) -> Tensor:
-    """Returns this rank's block of a full tensor where ranks run one program."""
+    """Returns this rank's block of a full tensor where ranks run one program; zeros pad it."""
     axis = shard_spec.axis
     dim = shard_spec.dim
     shard_len = shard_spec.shard_len
@@ -58,6 +60,8 @@ def _select_block(full: Tensor, shard_spec: ShardSpec) -> Tensor:
 
 def unshard(tree_: Tree) -> Tree:
     """Replaces each ``Shard`` by the full tensor, gathered from all ranks. Other leaves stay.
+
+    A ``Shard`` in a ``Shard`` is gathered over both axes.
 
     Processes gather leaves of one dtype together, up to ``bucket_bytes`` in each all-gather. In the
     backward pass, reduce-scatters sum the ranks' gradients. So ``unshard(shard(x))`` is

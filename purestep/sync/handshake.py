@@ -29,7 +29,9 @@ MAX_DIFFERENCES = 4
 
 
 class Status(NamedTuple):
-    """Holds the numbers of one message, or the sums of all ranks' messages, in float64.
+    """Holds what one rank reports in an update, or the sums of all ranks' reports, as float64.
+
+    A report holds the rank's failure, fingerprint, counts and loss.
 
     Sums of whole numbers are exact up to 2⁵³. Those of losses and of float weights are rounded.
     """
@@ -62,7 +64,11 @@ def encode_status(
     loss: Tensor = ZERO,
     knows_gathers: bool = False,
 ) -> Tensor:
-    """Packs what this rank sends into a vector of float64, on the axis's device."""
+    """Packs this rank's ``Status`` into a new vector of float64, on the axis's device.
+
+    The fingerprint is reduced modulo ``max_fingerprint``. The host does not wait for counts or a
+    loss that lie on a device.
+    """
     is_float64 = group_len > 0 and loss.dtype == torch.float64
     fingerprint %= max_fingerprint(axis)
     scalars = {
@@ -91,7 +97,10 @@ def encode_status(
 
 
 def encode_failure(axis: ProcessAxis) -> Tensor:
-    """Packs that this rank has failed, as ``encode_status`` does."""
+    """Packs the ``Status`` of a failed rank, as ``encode_status`` packs that of others.
+
+    It has 1 as ``num_failed``, the rank on the axis as ``failed_rank``, and zeros for the rest.
+    """
     status = Status(num_failed=1, failed_rank=axis.rank)
     message = torch.tensor(status, dtype=torch.float64, device="cpu")
     return tree.to_device(message, axis.device)
@@ -104,7 +113,10 @@ def max_fingerprint(axis: ProcessAxis) -> int:
 
 
 def counts_from(message: Tensor, has_float_weights: bool) -> TokenCounts:
-    """Returns the counts of all ranks, which may lie on a device."""
+    """Returns the counts in a message, or in the sum of messages, on its device.
+
+    ``num_tokens`` is float64 with ``has_float_weights``, else int64.
+    """
     totals = views_of(message)
     num_tokens = totals["num_tokens"]
     if not has_float_weights:
@@ -113,12 +125,16 @@ def counts_from(message: Tensor, has_float_weights: bool) -> TokenCounts:
 
 
 def views_of(message: Tensor) -> dict[str, Tensor]:
-    """Returns the numbers of a message by name, as scalar tensors."""
+    """Returns views of a message's numbers, as scalar tensors by their names in ``Status``."""
     return dict(zip(Status._fields, message.unbind(), strict=True))
 
 
 class PendingStatus:
-    """Holds a sum of messages that the host reads, and checks, when it needs to know it."""
+    """Holds the sum of all ranks' messages while it is copied to the host.
+
+    ``read`` waits for the copy, and checks the sum. ``compared`` describes what this rank's
+    ``fingerprint`` was made of.
+    """
 
     def __init__(
         self,
@@ -134,7 +150,11 @@ class PendingStatus:
         self._status: Status | None = None
 
     def read(self) -> Status:
-        """Returns the sum, or raises as ``check_status`` does. Only the first call waits."""
+        """Waits for the sum and returns it, or raises as ``check_status`` does.
+
+        Later calls return a checked sum at once. On the host, an error is a collective: all ranks
+        of the axis exchange texts for it.
+        """
         if self._status is None:
             axis = self._axis
             status = Status(*self._read_numbers())
@@ -147,7 +167,10 @@ class PendingStatus:
 
 
 def _async_read(message: Tensor) -> Callable[[], list[float]]:
-    """Begins to copy a vector to the host; the result waits for this copy alone."""
+    """Begins to copy a vector to the host; returns a function that waits and lists its numbers.
+
+    The function waits for this copy alone. A vector on the CPU is read when the function is called.
+    """
     if message.device.type == "cpu":
         return message.tolist
     host = torch.empty_like(message, device="cpu", pin_memory=True)
@@ -163,7 +186,10 @@ def _async_read(message: Tensor) -> Callable[[], list[float]]:
 
 
 class TreeFingerprint(NamedTuple):
-    """Describes a tree in words that are the same in every process."""
+    """Holds the name of a tree or sequence, its hash, and lines of text that describe it.
+
+    All three are the same in every process that holds the same tree.
+    """
 
     name: str
     hash: int
@@ -171,7 +197,10 @@ class TreeFingerprint(NamedTuple):
 
 
 def fingerprint(name: str, value: Tree) -> TreeFingerprint:
-    """Describes what ranks compare of a tree: a line for each leaf, one for the containers.
+    """Describes what ranks compare of a tree: a line for each leaf, then one for the containers.
+
+    Tensors count with dtype and shape, but without values; other leaves with their text. A shard
+    counts with the shape of the full tensor.
 
     >>> fingerprint("params", {"w": torch.zeros(2)}).lines
     ("params['w']: torch.float32 of shape (2,)", "the structure {'w': *}")
@@ -192,7 +221,9 @@ def fingerprint(name: str, value: Tree) -> TreeFingerprint:
 
 
 def fingerprint_order(name: str, words: Sequence[str]) -> TreeFingerprint:
-    """Describes a sequence of words: a line for each of them. Without any, its hash is 0.
+    """Describes a sequence of words: a numbered line for each of them, then an empty line.
+
+    Without words, the hash is 0.
 
     >>> fingerprint_order("the order", ["a", "b"]).lines
     ('1. a', '2. b', '')
@@ -208,7 +239,10 @@ def fingerprint_order(name: str, words: Sequence[str]) -> TreeFingerprint:
 def _cached_fingerprint(
     name: str, spec: tree.TreeSpec, signatures: Sequence[Any]
 ) -> TreeFingerprint:
-    """Fingerprints a tree by its containers and the signature of each leaf."""
+    """Fingerprints a tree by its spec and each leaf's signature: a (dtype, shape), or a text.
+
+    The hash ignores the order of words in the line of the containers.
+    """
     shard_specs = tree.shard_specs(spec)
     padded = shard_specs or [None] * len(signatures)
     lines = []
@@ -230,7 +264,11 @@ def _cached_fingerprint(
 
 
 def _portable(text: str) -> str:
-    """Removes what differs between processes that hold the same tree."""
+    """Removes from a text what differs between processes that hold the same tree.
+
+    That is addresses, indices of devices, and the name of the main module. Members of printed sets
+    are sorted.
+    """
     # Addresses, indices of devices, the name of the main module.
     text = re.sub(r" at 0x[0-9A-Fa-f]+|, index=\d+|\b__(mp_)?main__\.", "", text)
     # The hashes of strings differ, and with them the order of a set's members.
@@ -238,7 +276,7 @@ def _portable(text: str) -> str:
 
 
 def _sort_members(members: re.Match[str]) -> str:
-    """Sorts what a set prints between its braces."""
+    """Returns what ``re.sub`` puts in a printed set's place: its members, sorted, in braces."""
     return "{" + ", ".join(sorted(members[1].split(", "))) + "}"
 
 
@@ -258,8 +296,11 @@ def check_status(
 ) -> None:
     """Raises if a rank has failed, if fingerprints of ``num_ranks`` ranks differ, or N overflows.
 
-    ``compared`` is what this rank's fingerprint was made of. With ``can_ask``, all ranks exchange
-    texts for the error. Without it, weights of different dtypes raise, too.
+    The first is a ``RankError``, the others are a ``ValueError``. N also overflows if integer
+    weights add up to more than ``MAX_EXACT_INT``.
+
+    ``compared`` is what this rank's fingerprint was made of. With ``can_ask``, all ranks call this
+    together, and exchange texts for the error. Without it, weights of different dtypes raise, too.
     """
     if status.num_failed:
         raise _failure(axis, status, can_ask=can_ask)
@@ -288,8 +329,8 @@ def check_status(
 def _failure(axis: ProcessAxis, status: Status, *, can_ask: bool) -> RankError:
     """Returns the error that names the ranks that failed.
 
-    If ``can_ask``, all ranks call this together, and it quotes their errors. Otherwise it names a
-    rank only if a single one failed.
+    If ``can_ask``, all ranks call ``axis.gather_object`` together, and the error quotes those that
+    failed. Otherwise it names a rank only if a single one failed.
     """
     texts: dict[int, str] = {}
     if can_ask:
@@ -310,10 +351,10 @@ def _failure(axis: ProcessAxis, status: Status, *, can_ask: bool) -> RankError:
 def _disagreement(
     axis: ProcessAxis, compared: Mapping[str, TreeFingerprint], *, can_ask: bool
 ) -> ValueError:
-    """Returns the error that says in what the ranks differ.
+    """Returns the error that says in which of the ``compared`` trees the ranks differ.
 
-    If ``can_ask``, all ranks call this together. Otherwise it names what may differ, and what this
-    rank has.
+    If ``can_ask``, all ranks call this together. Otherwise the error names all of the trees, and
+    what this rank has.
     """
     notes = {name: (x.hash, x.lines) for name, x in compared.items()}
     if can_ask:
@@ -327,7 +368,11 @@ def _disagreement(
 
 
 def _describe_difference(notes: Sequence[Mapping[str, Any]]) -> str:
-    """Names the first thing in which ranks differ, and what each group of ranks has there."""
+    """Describes the first name whose notes differ between ranks, and each group of ranks' notes.
+
+    ``notes`` has each rank's (hash, lines) by name, in order of rank. Of each group, at most
+    ``MAX_DIFFERENCES`` differing lines are shown. If no notes differ, the last name is described.
+    """
     names = dict.fromkeys(name for note in notes for name in note)
     for name in names:
         ranks_by_note: dict[Any, list[int]] = {}

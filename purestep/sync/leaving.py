@@ -37,19 +37,25 @@ An empty list marks gathers that vary between updates.
 
 
 class RankLeftError(Exception):
-    """Leaves a loss because another rank has left it, or gathers something else."""
+    """Ends a rank's loss because another rank's loss has ended early, or gathers something else."""
 
 
 class OtherGatherError(ValueError):
-    """Leaves a loss because it gathers something else than in earlier updates."""
+    """Ends a rank's update because its losses gather something else than in earlier updates."""
 
 
 class GathersVaryError(Exception):
-    """Ends an update in which the losses of all ranks gather something else than before."""
+    """Ends an update in which the losses of all ranks gather something else than before.
+
+    All ranks raise it, and ``again_if_gathers_vary`` runs the step again.
+    """
 
 
 class Answers(NamedTuple):
-    """Holds what a rank sends in a roll call, or the sums over all ranks."""
+    """Holds what a rank sends before a gather, in ``RollCall``, or the sums over all ranks.
+
+    ``num_left`` is 1 if the rank leaves its loss, else 0.
+    """
 
     num_left: float
     gather: float = 0
@@ -58,9 +64,10 @@ class Answers(NamedTuple):
 
 
 class RollCall:
-    """Asks before each gather of an update whether all ranks of its axis take part.
+    """Asks by a small sum before each gather of an update whether all ranks of its axis take part.
 
-    An axis stays open until a sum over it says that one of its ranks leaves.
+    An axis stays open until such a sum says that a rank leaves, or that ranks gather different
+    things.
     """
 
     def __init__(self, axes: Iterable[ProcessAxis]) -> None:
@@ -68,7 +75,11 @@ class RollCall:
         self._has_refused = False
 
     def before_launch(self, launch: Launch) -> None:
-        """Raises ``RankLeftError`` if a rank of the axis has left, or gathers something else."""
+        """Raises ``RankLeftError`` if a rank of the axis has left, or launches something else.
+
+        This is a sum over the axis, for whose result the host waits: all of its ranks raise. Later
+        calls raise again, without a sum.
+        """
         self._raise_again()
         axis = launch.axis
         number = handshake.hash64(f"{launch}") % handshake.max_fingerprint(axis)
@@ -83,19 +94,26 @@ class RollCall:
             self._raise_again()
 
     def leave(self) -> None:
-        """Tells the ranks of each open axis that this one gathers no more."""
+        """Tells the ranks of each open axis, by one more sum, that this one gathers no more.
+
+        Closes the axes, and waits for the sums.
+        """
         self._close(Answers(1))
 
     def end(self) -> None:
-        """Joins the roll calls of ranks that have left since the last gather.
+        """Takes part in one last sum over each open axis, which ranks that leave wait for.
 
-        It does not read the answers: it raises only if ``before_launch`` has raised.
+        It closes the axes without reading the answers: it raises ``RankLeftError`` only if
+        ``before_launch`` has raised.
         """
         self._raise_again()
         self._close(Answers(0))
 
     def _raise_again(self) -> None:
-        """Raises if it has raised before: a loss that catches the error must not go on alone."""
+        """Raises ``RankLeftError`` if ``before_launch`` has raised it.
+
+        So a loss that catches the error does not go on alone.
+        """
         if self._has_refused:
             raise RankLeftError
 
@@ -112,34 +130,46 @@ def _encode(answers: Answers) -> Tensor:
 
 
 class Repeated:
-    """Compares each gather of an update with those of earlier ones, which all ranks remember."""
+    """Compares each gather of an update with the ``launches`` that all ranks remember, in order.
+
+    This takes no communication.
+    """
 
     def __init__(self, launches: Iterable[Launch]) -> None:
         self._remaining = deque(launches)
         self._refusal = ""
 
     def before_launch(self, launch: Launch) -> None:
-        """Raises ``OtherGatherError`` if earlier updates have launched something else here."""
+        """Raises ``OtherGatherError`` if the launch is not the next one of the remembered launches.
+
+        Later calls raise the same error again.
+        """
         self._raise_again()
         if not self._remaining or launch != self._remaining[0]:
             self._refuse(f"{launch}")
         self._remaining.popleft()
 
     def leave(self) -> None:
-        """Takes part with zeros in what the other ranks still launch."""
+        """Launches all remembered collectives that remain, with zeros, and waits for them.
+
+        So the other ranks, which still launch them, do not wait for this one.
+        """
         while self._remaining:
             _, axis, op, shape, dtype, device = self._remaining.popleft()
             zeros = torch.zeros(shape, dtype=dtype, device=device)
             axis.launch(zeros, op)()
 
     def end(self) -> None:
-        """Raises if earlier updates have launched more."""
+        """Raises ``OtherGatherError`` if remembered launches remain, or if it was raised before."""
         self._raise_again()
         if self._remaining:
             self._refuse("nothing more")
 
     def _raise_again(self) -> None:
-        """Raises if it has raised before: a loss that catches the error must not go on alone."""
+        """Raises ``OtherGatherError`` again if it has been raised before.
+
+        So a loss that catches the error does not go on alone.
+        """
         if self._refusal:
             raise OtherGatherError(self._refusal)
 
@@ -153,9 +183,11 @@ class Repeated:
 
 
 class LossGathers:
-    """Holds what the losses of a rank gather and scatter in one update, over these axes.
+    """Logs what the losses of a rank gather and scatter in one update, over ``axes``.
 
-    Without ``known_launches``, nothing is done for a rank that leaves.
+    The logs start at once, and end with ``stop``. ``known_launches`` holds under ``key`` what a
+    microbatch launched in earlier updates. Without ``known_launches``, other ranks do not learn of
+    a rank that leaves its loss.
     """
 
     def __init__(
@@ -181,7 +213,8 @@ class LossGathers:
     def guard(self, num_microbatches: int, *, all_know: bool) -> None:
         """Sets up ``Repeated`` if all ranks know what a microbatch launches, else a ``RollCall``.
 
-        It comes before the first microbatch. ``num_microbatches`` is the same on all ranks.
+        From then on, each gather may raise. Without axes or known launches, it sets up nothing. It
+        comes before the first microbatch. ``num_microbatches`` is the same on all ranks.
         """
         if not self.axes or self._known is None:
             return
@@ -193,7 +226,10 @@ class LossGathers:
         self.log.listeners.append(self._guard.before_launch)
 
     def leave(self) -> bool:
-        """Leaves the ranks that gather on; returns whether they learn of it."""
+        """Stops the logs, and lets the guard do what the other ranks' gathers still wait for.
+
+        Returns False if they would wait for ever: with axes, but without a guard.
+        """
         self.stop()
         if self._guard is None:
             return not self.axes
@@ -201,7 +237,11 @@ class LossGathers:
         return True
 
     def end(self) -> None:
-        """Meets ranks that have left; raises if there was less to gather than before."""
+        """Stops the logs, and ends the guard if there is one.
+
+        A ``RollCall`` runs a last sum for ranks that leave. A guard that has raised does so again,
+        and ``Repeated`` raises if launches are left.
+        """
         self.stop()
         if self._guard is not None:
             self._guard.end()
@@ -212,13 +252,17 @@ class LossGathers:
             axis.stop_gather_log()
 
     def describe(self) -> list[str]:
-        """Lists the launches if there is a roll call, else the units that have gathered params."""
+        """Lists the launches as text in a roll call, else the units that have gathered params."""
         if isinstance(self._guard, RollCall):
             return [f"{launch}" for launch in self.log.launches]
         return self.log.names
 
     def remember(self) -> None:
-        """Remembers what each microbatch has launched, unless microbatches or updates differ."""
+        """Stores what a microbatch has launched in ``known_launches``, for later updates.
+
+        It stores nothing without a guard or launches, if microbatches have launched different
+        things, or after ``forget``.
+        """
         launches = self.log.launches
         if self._known is None or self._guard is None or not launches:
             return
@@ -229,24 +273,25 @@ class LossGathers:
             self._known[self._key] = first
 
     def forget(self) -> None:
-        """Notes that what losses gather varies from update to update."""
+        """Marks in ``known_launches`` that gathers vary, so that none are remembered again."""
         assert self._known is not None
         self._known[self._key] = []
 
 
 def gather_axes(params: Params, axis: ProcessAxis) -> list[ProcessAxis]:
-    """Lists the axes over which a loss gathers params: each object, as each has a log.
+    """Lists the axes inside ``axis`` over which params are sharded, and a loss gathers them.
 
-    Equal axes may be several objects.
+    Each object comes once, as each has a log; equal axes may be several objects.
     """
     gathered = shards_over(tree.shard_specs(tree.flatten(params)[1]), axis)
     return [*{id(spec.axis): spec.axis for spec in gathered.values()}.values()]
 
 
 def has_other_axes(params: Params, axes: Iterable[ProcessAxis]) -> bool:
-    """Returns whether params are sharded over other ranks, too, as in tensor parallelism.
+    """Returns whether params are sharded over ranks of an axis that is not in ``axes``.
 
-    These wait for each other inside the loss, where no session can tell them that one has left.
+    So it is in tensor parallelism. Such ranks wait for each other inside the loss, where no session
+    can say that one has left.
     """
     gathered = [*axes]
     for shard_spec in tree.shard_specs(tree.flatten(params)[1]):
@@ -257,10 +302,10 @@ def has_other_axes(params: Params, axes: Iterable[ProcessAxis]) -> bool:
 
 
 def again_if_gathers_vary(step: FunctionT) -> FunctionT:
-    """Lets a step run again if all ranks gather something else than before, with roll calls.
+    """Wraps a step, which runs once more if it raises ``GathersVaryError``, with roll calls then.
 
-    A loss may leave out a layer, as long as all ranks do. The first run has changed nothing but
-    torch's random generator.
+    So a loss may leave out a layer, as long as all ranks do. The first run has changed nothing but
+    torch's random generator. A second error is raised.
     """
 
     @wraps(step)

@@ -6,8 +6,8 @@ the copies drift apart, and no later collective shows it.
 """
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -42,8 +42,8 @@ def compare_replicas(
 ) -> bool:
     """Runs ``check_replicas``, which may raise; returns whether later steps can do without it.
 
-    They can once a check has settled it, or after ``MAX_COMPARISONS`` checks, as with a param that
-    has no gradient. ``comparisons`` is updated in place.
+    They can if no params are sharded, once a check has returned True, or after ``MAX_COMPARISONS``
+    checks of such params. Then no further check runs. ``comparisons`` is updated in place.
     """
     _, spec = tree.flatten(params)
     shard_specs = tree.shard_specs(spec)
@@ -63,9 +63,10 @@ def compare_replicas(
 
 
 def place_of(rank: int, shard_specs: ShardSpecs) -> Place:
-    """Returns the rank's place on the step's axis, and on the axes of sharded params.
+    """Returns the rank, and this rank's place on each axis of ranks over which params are sharded.
 
-    The rank alone is not enough: threads of tensor parallelism may all be rank 0 of that axis.
+    The rank alone is not enough: threads of tensor parallelism may all be rank 0 of the step's
+    axis.
     """
     axes = {axis for shard in shard_specs if shard for axis in shard.axes}
     places = [(axis.rank, axis.global_ranks) for axis in axes if axis.is_multi_program]
@@ -73,10 +74,14 @@ def place_of(rank: int, shard_specs: ShardSpecs) -> Place:
 
 
 def check_replicas(params: Params, axis: Axis, sums: GradSums) -> bool:
-    """Raises if ranks over which params are sharded, but not tokens, have different sums.
+    """Raises ``ValueError`` if ranks that share tokens, but not params, have different sums.
 
-    All ranks call it together, after the sums over ``axis``, and all of them raise. Returns False
-    if equal sums show nothing yet: without tokens, or if a gradient is zero or not finite.
+    All ranks call it together, after the sums over ``axis``, and all of them raise. They compare N,
+    the loss, and gradients of params that such an axis replicates.
+
+    Returns False if equal sums show nothing yet: without tokens, or if a loss is not finite, or a
+    gradient is zero or not finite. Returns True if there is nothing to compare, and under a
+    transform or a compiler.
     """
     grads = tree.leaves(sums.grads)
     _, spec = tree.flatten(params)
@@ -92,20 +97,60 @@ def check_replicas(params: Params, axis: Axis, sums: GradSums) -> bool:
     paths = tree.paths(params, "params")
     figures = _measure(grads, axes_of_leaves, others)
     is_settled = True
+    errors: list[ValueError] = []
     for other in others:
-        is_settled &= _compare_totals(other, sums)
+        totals = torch.stack([sums.counts.num_tokens.double(), sums.loss.double()])
+        num_tokens, losses = _gather(other, totals)
         replicated = [i for i, axes in enumerate(axes_of_leaves) if other not in axes]
         squares, projections = (_gather(other, part[replicated]) for part in figures)
-        for position, index in enumerate(replicated):
-            norms = [math.sqrt(square) for square in squares[position]]
-            values = projections[position]
-            _check_grads(paths[index], norms, values, other, grads[index].dtype)
-            is_settled &= all(math.isfinite(norm) and norm > 0 for norm in norms)
+        # Raised after the collectives over all axes: ranks beside these may find nothing.
+        with _collect(errors):
+            is_settled &= _compare_totals(other, num_tokens, losses, sums.loss.dtype)
+            for position, index in enumerate(replicated):
+                norms = [math.sqrt(square) for square in squares[position]]
+                values = projections[position]
+                _check_grads(paths[index], norms, values, other, grads[index].dtype)
+                is_settled &= all(math.isfinite(norm) and norm > 0 for norm in norms)
+    _raise_together(errors, others, sums.loss.device)
     return is_settled
 
 
+@contextmanager
+def _collect(errors: list[ValueError]) -> Iterator[None]:
+    """Appends a ``ValueError`` of the context to a list, instead of raising it."""
+    try:
+        yield
+    except ValueError as error:
+        errors.append(error)
+
+
+def _raise_together(
+    errors: Sequence[ValueError], axes: Sequence[Any], device: torch.device
+) -> None:
+    """Raises the first error; on ranks that have none, ``ValueError`` if another rank has one.
+
+    Ranks of a single axis compare the same numbers, so they agree without a collective.
+    """
+    if len(axes) == 1:
+        if errors:
+            raise errors[0]
+        return
+    num_errors = torch.tensor([len(errors)], device=device)
+    for axis in axes:
+        num_errors = axis.apply("psum", num_errors)
+    if errors:
+        raise errors[0]
+    if num_errors.item():
+        raise ValueError(
+            f"ranks of {axes} have summed different losses or gradients: see their errors"
+        )
+
+
 def _find_other_axes(axes_of_leaves: Sequence[Any], axis: Axis) -> list[Any]:
-    """Finds the axes of shards that have no ranks of the step's axis, but this one."""
+    """Lists the axes of shards that share no ranks with the step's axis, but this one; each once.
+
+    Simulated axes are left out.
+    """
     others: list[Any] = []
     for axes in dict.fromkeys(axes_of_leaves):
         for other in axes:
@@ -118,10 +163,11 @@ def _find_other_axes(axes_of_leaves: Sequence[Any], axis: Axis) -> list[Any]:
 def _measure(
     grads: Sequence[Tensor], axes_of_leaves: Sequence[Any], others: Sequence[Any]
 ) -> tuple[Tensor, Tensor]:
-    """Returns the squared norm of each leaf, and its projection on fixed numbers.
+    """Returns the squared norm of each leaf, and its projection on fixed numbers, in float64.
 
-    Of a sharded leaf, both are sums over all its ranks. Norms alone may agree by chance: of ranks
-    that have gradients in different rows. A leaf that is sharded over all ``others`` has zeros.
+    Of a sharded leaf, both are sums over all its ranks, which call this together. The projection
+    tells gradients in different rows apart, whose norms may agree by chance. A leaf that is sharded
+    over all ``others`` has zeros.
     """
     rows = []
     for grad, axes in zip(grads, axes_of_leaves, strict=True):
@@ -142,22 +188,28 @@ def _measure(
 
 
 def _measure_part(wide: Tensor) -> Tensor:
-    """Returns the squared norm of a vector, and its projection."""
+    """Returns a vector's squared norm, and its dot product with sin(1), sin(2) and so on."""
     numbers = torch.arange(1.0, len(wide) + 1, dtype=wide.dtype, device=wide.device)
     return torch.stack([wide.dot(wide), wide.dot(numbers.sin())])
 
 
 def _gather(axis: Axis, values: Tensor) -> list[list[float]]:
-    """Returns each value on all ranks, in order of rank."""
+    """Returns for each value a list of that value on all ranks, in order of rank; a collective."""
     rows: list[list[float]] = axis.apply("all_gather", values.contiguous()).T.tolist()
     return rows
 
 
-def _compare_totals(axis: Axis, sums: GradSums) -> bool:
-    """Raises if N or losses differ between ranks; returns whether N > 0 and losses are finite."""
-    totals = torch.stack([sums.counts.num_tokens.double(), sums.loss.double()])
-    num_tokens, losses = _gather(axis, totals)
-    dtype = sums.loss.dtype
+def _compare_totals(
+    axis: Axis,
+    num_tokens: Sequence[float],
+    losses: Sequence[float],
+    dtype: torch.dtype,
+) -> bool:
+    """Raises ``ValueError`` if N or losses differ between the axis's ranks by more than rounding.
+
+    ``num_tokens`` and ``losses`` have one number for each rank. Returns whether N > 0 and losses
+    are finite, on all ranks.
+    """
     if _differ(num_tokens, _largest(num_tokens), dtype) or _differ(
         losses, _largest(losses), dtype
     ):
@@ -178,7 +230,11 @@ def _check_grads(
     axis: Axis,
     dtype: torch.dtype,
 ) -> None:
-    """Raises if norms or projections of a replicated param's gradient differ between ranks."""
+    """Raises ``ValueError`` if norms or projections of one param's gradients differ between ranks.
+
+    ``norms`` and ``projections`` have one number for each rank. A relative difference up to the
+    square root of the dtype's eps is rounding.
+    """
     scale = _largest(norms)
     if _differ(norms, scale, dtype) or _differ(projections, scale, dtype):
         raise ValueError(
@@ -194,7 +250,10 @@ def _largest(values: Sequence[float]) -> float:
 
 
 def _differ(values: Sequence[float], scale: float, dtype: torch.dtype) -> bool:
-    """Returns whether values differ by more than sqrt(eps) * scale; False if one is not finite."""
+    """Returns whether values differ by more than sqrt(eps) * scale; False if one is not finite.
+
+    The eps is that of ``dtype``.
+    """
     if not all(math.isfinite(value) for value in values):
         return False
     tolerance = math.sqrt(torch.finfo(dtype).eps)

@@ -60,9 +60,12 @@ FAILED = -1
 class Session(Protocol):
     """Exchanges what ranks need in one update: ``with open_session(...) as session``.
 
-    Every rank calls ``all_reduce_counts``, then ``grad_hook`` if gradients are to be summed, then
-    ``all_reduce_grads``, in this order. On the host, an exception inside the ``with`` reaches all
-    ranks, except for a ``KeyboardInterrupt``, which ends its process.
+    Every rank calls ``all_reduce_counts``, and ``grad_hook`` if gradients are to be summed. Then it
+    calls ``max_microbatches`` unless params are gathered once a step, ``params_for_loss``, and
+    ``all_reduce_grads``, in this order.
+
+    On the host, an exception inside the ``with`` makes all other ranks raise a ``RankError``. A
+    ``KeyboardInterrupt`` does not: it ends its process.
 
     >>> from purestep import LocalAxis
     >>> counts = TokenCounts(torch.tensor(3), torch.tensor(1))
@@ -81,35 +84,42 @@ class Session(Protocol):
         opt_state: Tree,
         num_microbatches: int,
     ) -> TokenCounts:
-        """Sums the counts of all ranks, and compares what the ranks are about to do.
+        """Returns the sum of all ranks' counts, and compares what the ranks are about to do.
+
+        That is their settings, and dtypes, shapes and structure of params and ``opt_state``.
+        ``counts`` and ``num_microbatches`` are those of this rank.
 
         On the host, it raises an error that names the ranks that differ. On a device, a later call
-        raises an error, which cannot name them. ``counts`` and ``num_microbatches`` are those of
-        this rank.
+        raises an error, which cannot name them.
         """
 
     def params_for_loss(self, params: Params) -> Params:
-        """Returns the params as ``accumulate`` takes them: gathered only with ``gather="step"``."""
+        """Returns the params as the loss sees them; gathers shards only with ``gather="step"``.
+
+        With another ``gather``, each microbatch or the loss itself gathers them.
+        """
 
     def grad_hook(
         self, params: Params, accum_dtype: torch.dtype | None
     ) -> GradHook | None:
-        """Returns the function that takes each leaf's final sum, so that it travels at once.
+        """Returns the function that takes each leaf's final sum, and begins to reduce it at once.
 
-        None where sums stay where they are until ``all_reduce_grads``.
+        Returns None where sums stay where they are until ``all_reduce_grads``.
         """
 
     def max_microbatches(self, num_microbatches: int) -> int:
-        """Returns how many microbatches the rank with the most of them has.
+        """Returns how many microbatches the rank with the most of them has, as a collective.
 
-        It is called if each microbatch gathers params, which all ranks do together.
+        A step calls it unless ``gather`` is "step": each microbatch may then gather params, on all
+        ranks together.
         """
 
     def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
-        """Sums the results of all ranks; of a sharded leaf, it returns this rank's shard.
+        """Returns the sums of all ranks' gradients, losses, counts and aux.
 
         ``sums.grads`` has one leaf for each leaf of params. With ``gather="step"``, a param that is
-        sharded over the axis has its full gradient there; otherwise it has the shard.
+        sharded over the axis has its full gradient there; otherwise it has the shard. The result
+        has this rank's shard of it. Raises ``ValueError`` if N overflows.
         """
 
 
@@ -119,7 +129,7 @@ def open_session(
     config: Mapping[str, str],
     known_launches: KnownLaunches | None = None,
 ) -> AbstractContextManager[Session]:
-    """Opens the session of one update, in which ranks compare their ``config``.
+    """Opens the session of one update as a context manager; ranks must have equal ``config``.
 
     In ``known_launches``, ranks note what each microbatch gathers, for later updates. Without it, a
     rank that fails among gathers raises alone. While a compiler traces, the ranks of every axis run
@@ -148,7 +158,10 @@ class SPMDSession:
         opt_state: Tree,
         num_microbatches: int,
     ) -> TokenCounts:
-        """Sums the counts of all ranks; raises if a rank of a compiled step has no microbatch."""
+        """Returns the sum of all ranks' counts, by ``psum``, under any transform.
+
+        Raises ``ValueError`` if a rank of a compiled step has no microbatch.
+        """
         if self.axis.is_multi_program and not num_microbatches:
             raise ValueError(
                 f"a rank of {self.axis} holds no microbatch, and a compiled step is one program "
@@ -158,7 +171,10 @@ class SPMDSession:
         return total
 
     def params_for_loss(self, params: Params) -> Params:
-        """Marks the params by ``pvary``; with ``gather="step"``, gathers shards over the axis."""
+        """Marks the params by ``pvary``; with ``gather="step"``, gathers shards over the axis.
+
+        Shards over other axes become this rank's local tensors.
+        """
         if not tree.shard_specs(tree.flatten(params)[1]):
             return self.axis.apply_tree("pvary", params)
         return params_for_loss(params, self.axis, self.gather)
@@ -166,17 +182,18 @@ class SPMDSession:
     def grad_hook(
         self, params: Params, accum_dtype: torch.dtype | None
     ) -> GradHook | None:
-        """Returns None: sums stay where they are."""
+        """Returns None: sums stay where they are until ``all_reduce_grads``."""
         return None
 
     def max_microbatches(self, num_microbatches: int) -> int:
-        """Returns this rank's number, which all ranks share."""
+        """Returns ``num_microbatches``, which is the same on all ranks."""
         return num_microbatches
 
     def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
-        """Sums the results of all ranks by ``psum``, under any transform.
+        """Returns the sums of all ranks' results by ``psum``, under any transform.
 
         With ``gather="step"``, the gradient of a sharded leaf becomes this rank's shard of it.
+        Raises ``ValueError`` if N overflows, where the host can read it.
         """
         spec = tree.flatten(params)[1]
         shard_specs = tree.shard_specs(spec)
@@ -192,9 +209,11 @@ class SPMDSession:
     def _reduce_sharded(
         self, grads: list[Tensor], shard_specs: ShardSpecs
     ) -> list[Tensor]:
-        """Scatters full gradients if ``gather`` is "step", and sums leaves over the other ranks.
+        """Sums each gradient over the ranks; of a sharded leaf, it returns this rank's shard.
 
-        It writes to the list ``grads``, and returns it.
+        If ``gather`` is "step", full gradients of leaves sharded over the axis are scattered. Then
+        each leaf is summed over the ranks over which it is still to be summed. The list ``grads``
+        is changed in place, and returned.
         """
         if self.gather == "step":
             for index, shard_spec in shards_over(shard_specs, self.axis).items():
@@ -208,7 +227,7 @@ class SPMDSession:
 
 
 class LocalSession(SPMDSession):
-    """Runs the update of a single rank: it gathers and reduces nothing but sharded params.
+    """Runs the update of a single rank, which gathers and reduces nothing but sharded params.
 
     These may be sharded over another axis: the loss then sees this rank's shard.
     """
@@ -220,7 +239,7 @@ class LocalSession(SPMDSession):
         opt_state: Tree,
         num_microbatches: int,
     ) -> TokenCounts:
-        """Returns the counts as they are."""
+        """Returns the counts as they are, without any check."""
         return counts
 
     def params_for_loss(self, params: Params) -> Params:
@@ -230,7 +249,10 @@ class LocalSession(SPMDSession):
         return super().params_for_loss(params)
 
     def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
-        """Returns the sums as they are; with sharded params, reduces them by ``psum``, too."""
+        """Returns the sums as they are; with sharded params, reduces them as ``SPMDSession`` does.
+
+        Raises ``ValueError`` if N overflows, where the host can read it.
+        """
         if not tree.shard_specs(tree.flatten(params)[1]):
             check_count(sums.counts)
             return sums
@@ -238,15 +260,15 @@ class LocalSession(SPMDSession):
 
 
 class MultiProgramSession:
-    """Runs the update of ranks with programs of their own, which may hold no microbatch, or fail.
+    """Runs the update of ranks that each run a program, and may hold no microbatch, or fail.
 
-    All ranks send two status messages: one before the backward passes, one after them. On the
-    host, each is read at once.
+    All ranks send two status messages: one before the backward passes, one after them. On the host,
+    each is read at once, and a rank that fails makes the others raise.
 
     On a device, reading would wait for all that is queued. The first message is read with the
     second, or by ``max_microbatches`` if the ranks cannot meet on the host. The second one is read
-    only if a rank holds no microbatch, or if units gather in an order. A rank that fails between
-    ``all_reduce_counts`` and ``all_reduce_grads`` raises alone.
+    only if a rank holds no microbatch, or if the order of gathers is compared. A rank that fails
+    between ``all_reduce_counts`` and ``all_reduce_grads`` raises alone.
     """
 
     def __init__(
@@ -302,10 +324,13 @@ class MultiProgramSession:
         opt_state: Tree,
         num_microbatches: int,
     ) -> TokenCounts:
-        """Sums the counts of all ranks, and compares what the ranks are about to do.
+        """Returns the sum of all ranks' counts, and compares what the ranks are about to do.
 
-        On the host, it raises if they differ. On a device, ``max_microbatches`` or
-        ``all_reduce_grads`` raises. It refuses tensors that autograd or a transform records.
+        On the host, it raises if they differ or a rank has failed. On a device,
+        ``max_microbatches`` or ``all_reduce_grads`` raises.
+
+        Raises ``ValueError`` for tensors that autograd or a transform records. So it does for
+        params on an accelerator if ranks are threads.
         """
         axis = self._axis
         if axis.shares_backward_thread:
@@ -341,7 +366,11 @@ class MultiProgramSession:
     def _fingerprint(
         self, params: Params, opt_state: Tree, num_microbatches: int
     ) -> dict[str, TreeFingerprint]:
-        """Fingerprints all that must be the same on every rank, by its name in errors."""
+        """Fingerprints all that must be the same on every rank, by its name in errors.
+
+        These are params, ``opt_state`` and the settings. With ``gather="loss"``, so is the number
+        of microbatches; with a ``weight_fn``, only whether it is zero.
+        """
         trees = {"params": params, "opt_state": opt_state, "settings": self._config}
         if self._gather == "loss":
             number = str(num_microbatches)
@@ -352,7 +381,11 @@ class MultiProgramSession:
         return {name: handshake.fingerprint(name, x) for name, x in trees.items()}
 
     def params_for_loss(self, params: Params) -> Params:
-        """Returns the params as ``accumulate`` takes them; from here on, full buckets leave."""
+        """Returns the params as the loss sees them.
+
+        From here on, other ranks wait for the second message, and the backward pass may launch
+        buckets that are full.
+        """
         visible = params_for_loss(params, self._axis, self._gather)
         self._await_grads()
         return visible
@@ -360,7 +393,10 @@ class MultiProgramSession:
     def grad_hook(
         self, params: Params, accum_dtype: torch.dtype | None
     ) -> GradHook | None:
-        """Makes buckets for all leaves but those whose gradients are reduced in the loss."""
+        """Makes buckets for gradients that the loss does not reduce; returns the hook to fill them.
+
+        Sums are in ``accum_dtype``, or without it in the accumulation dtype of each leaf.
+        """
         leaves, spec = tree.flatten(params)
         shard_specs: Any = tree.shard_specs(spec) or [None] * len(leaves)
         scatter_specs = {}
@@ -377,7 +413,11 @@ class MultiProgramSession:
         return self._buckets.ready
 
     def max_microbatches(self, num_microbatches: int) -> int:
-        """Returns the largest number of microbatches of any rank; on the host, guards gathers."""
+        """Returns the largest number of microbatches of any rank; all ranks call it together.
+
+        On the host, it also sets up the guard of what losses gather. Raises what the first message
+        shows, as ``_find_max_len`` does.
+        """
         max_len = self._find_max_len(num_microbatches)
         if self._axis.on_host:
             assert self._first is not None
@@ -386,10 +426,13 @@ class MultiProgramSession:
         return max_len
 
     def _find_max_len(self, num_microbatches: int) -> int:
-        """Returns the largest number of microbatches of any rank.
+        """Returns the largest number of microbatches of any rank; all ranks call it together.
 
         The host has to know it before the first gather. Beside a device, ranks meet on the host if
         the process group can, so that no host waits for what a device still computes.
+
+        Beside a device, ranks also compare their fingerprints. Where these differ, or cannot be
+        compared on the host, the first message is read, which may raise.
         """
         axis = self._axis
         if axis.on_host:
@@ -414,7 +457,12 @@ class MultiProgramSession:
         return int(max(number for number, _ in rows))
 
     def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
-        """Sums the results of all ranks; those without microbatches take part with zeros."""
+        """Returns the sums of all ranks' results; those without microbatches take part with zeros.
+
+        Raises ``ValueError`` if autograd or a transform records the sums, or if the aux or what
+        losses gather differ. Raises ``RankError`` if a rank has failed. If only some ranks have a
+        microbatch, losses cannot return aux.
+        """
         grads = tree.leaves(sums.grads)
         if tree.leaves_require_grad(grads):
             raise _recorded(self._axis)
@@ -453,8 +501,12 @@ class MultiProgramSession:
     ) -> Status | None:
         """Reads and checks the second message, after the first if that is still unread.
 
-        On a device, it reads the second one only if a rank holds no microbatch, or if units gather
-        in an order. Otherwise it returns None. The last of ``fingerprints`` is that of the order.
+        Raises as ``check_status`` does, or ``ValueError`` if a rank without microbatches lacks the
+        aux of others.
+
+        On a device, it reads the second one only if a rank holds no microbatch, or if the order of
+        gathers is compared. Otherwise it returns None. The last of ``fingerprints`` is that of the
+        order.
         """
         axis = self._axis
         assert self._first is not None
@@ -481,7 +533,11 @@ class MultiProgramSession:
         return status
 
     def _loss_dtype(self, loss: Tensor, status: Status | None) -> torch.dtype:
-        """Returns the dtype of the loss, which a rank without microbatches learns from others."""
+        """Returns the dtype of the summed loss: float64 if any rank's loss has it.
+
+        Otherwise it is that of ``loss``; on a rank without microbatches, float32 if others have
+        some. Without ``status``, it is that of ``loss``.
+        """
         if status is None:
             return loss.dtype
         if status.num_float64_losses > 0:
@@ -491,7 +547,10 @@ class MultiProgramSession:
         return loss.dtype
 
     def _reduced_grads(self, grads: list[Tensor], params: Params) -> Tree:
-        """Returns the sums of all ranks, with the strides of params."""
+        """Returns the tree of all ranks' sums from the buckets, with the strides of params.
+
+        Leaves in no bucket are those of ``grads``: the loss has reduced them.
+        """
         leaves, spec = tree.flatten(params)
         totals = []
         for index, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
@@ -500,12 +559,19 @@ class MultiProgramSession:
         return tree.unflatten(spec, totals)
 
     def _fingerprint_gathers(self) -> TreeFingerprint:
-        """Describes what losses gather; nothing where each microbatch gathers all params."""
+        """Describes what losses gathered, in order; nothing if ``gather`` is not "loss".
+
+        Nothing has the hash 0.
+        """
         gathers = self._gathers.describe() if self._gather == "loss" else []
         return handshake.fingerprint_order(GATHER_ORDER, gathers)
 
     def _raise_why_ranks_left(self) -> None:
-        """Raises what the ranks that left their losses say, or in what the gathers differ."""
+        """Raises the errors of the ranks that left their losses, or in what the gathers differ.
+
+        All ranks that got a ``RankLeftError`` call it. It ends their gathers, and sends the second
+        message.
+        """
         self._gathers.leave()
         order = self._fingerprint_gathers()
         message = handshake.encode_status(
@@ -515,14 +581,18 @@ class MultiProgramSession:
         self._check_second(message, [order])
 
     def _await_grads(self) -> None:
-        """Marks that other ranks wait for the second message now, and begins the buckets."""
+        """Notes that other ranks now wait for this rank's second message, and begins the buckets.
+
+        From here on, buckets notice a collective of the loss.
+        """
         self._awaited = "grads"
         self._buckets.begin()
 
     def _all_reduce_message(self, message: Tensor) -> None:
-        """Sums the messages of all ranks in place, behind the buckets, and waits for all of these.
+        """Sums a message over all ranks in place, and waits for it and for the buckets.
 
-        Raises what the first message shows, if this is the second.
+        If it is the second message, it first launches the buckets that are left, and raises what
+        the first message shows.
         """
         if self._awaited == "grads":
             self._buckets.launch()
@@ -536,8 +606,10 @@ class MultiProgramSession:
     def _send_failure(self, error: BaseException) -> list[str]:
         """Sends what the other ranks wait for, and that this one has failed.
 
-        On a device, it sends nothing after ``all_reduce_counts``. Returns the errors of all ranks,
-        "" for a rank without one; returns an empty list if they cannot be exchanged.
+        On the host, all ranks then exchange their errors. Returns these texts, "" for a rank
+        without an error, or an empty list if they cannot be exchanged. On a device, it sends
+        nothing after ``all_reduce_counts``. It sends nothing either if other ranks cannot learn of
+        it among gathers.
         """
         axis = self._axis
         awaits_counts = self._awaited == "counts"
@@ -559,7 +631,11 @@ class MultiProgramSession:
 
 
 def _check_backward_threads(axis: ProcessAxis, params: Params) -> None:
-    """Raises if a param is on a device, where one thread runs the backward passes of all ranks."""
+    """Raises ``ValueError`` if a param is not on the CPU.
+
+    On an accelerator, one thread runs the backward passes of all ranks, which would wait for each
+    other.
+    """
     for leaf in tree.leaves(params):
         if leaf.device.type != "cpu":
             raise ValueError(

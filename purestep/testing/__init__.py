@@ -12,7 +12,10 @@ __all__ = ["ThreadAxis"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the kit at the first use of one of its names."""
+    """Returns a public name of the kit, which is imported at the first use of any of them.
+
+    Raises ``AttributeError`` for other names.
+    """
     kit = importlib.import_module("purestep.testing.kit")
     if name in kit.__all__:
         return getattr(kit, name)

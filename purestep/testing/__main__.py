@@ -13,10 +13,10 @@ from purestep.testing.judging import Verdict, report, run_laws
 
 
 def main() -> int:
-    """Prints a verdict for each law; returns 1 if there are complaints, else 0.
+    """Prints a verdict for each part of each law; returns 1 if there are complaints, else 0.
 
-    A complaint is a failure that is not accepted, or an accepted one that no longer occurs. Wrong
-    arguments raise ``SystemExit(2)``.
+    A complaint is a failure that is not accepted, or an accepted one that no longer occurs.
+    ``--json`` also writes the verdicts to a file. Wrong arguments raise ``SystemExit(2)``.
     """
     parser = _make_parser()
     options = parser.parse_args()
@@ -88,7 +88,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _load_trainer(path: str) -> Any:
-    """Imports ``module:trainer``, and calls it if it only makes a trainer."""
+    """Imports ``module:trainer``; calls a class or an object without ``update`` to make one."""
     module, _, name = path.partition(":")
     trainer: Any = getattr(importlib.import_module(module), name)
     if isinstance(trainer, type) or not hasattr(trainer, "update"):
@@ -101,7 +101,10 @@ def _part_name(law: str, part: str) -> str:
 
 
 def _read_accepted(path: Path) -> dict[str, str]:
-    """Reads lines such as ``T1 unequal tokens: wrong  # why``."""
+    """Reads lines such as ``T1 unequal tokens: wrong  # why``, as statuses by law and part.
+
+    Raises ``ValueError`` for an unknown law, part or status.
+    """
     accepted = {}
     for line in path.read_text().splitlines():
         code = line.partition("#")[0].strip()
@@ -136,7 +139,11 @@ def _print_row(law: str, part: str, verdict: Verdict, expected: str | None) -> N
 def _find_complaints(
     law: str, part: str, verdict: Verdict, expected: str | None
 ) -> list[str]:
-    """Lists failures that are not accepted, and accepted ones that no longer occur."""
+    """Returns a text in a list if a verdict differs from the accepted status ``expected``, else [].
+
+    A "wrong" or "refuses" that is not accepted is reported with its case. An accepted one that is
+    now neither is to be taken off the list.
+    """
     if verdict.status in ("wrong", "refuses"):
         return [] if verdict.status == expected else [report(verdict)]
     if expected:

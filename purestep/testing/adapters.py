@@ -34,9 +34,10 @@ class _RankState(NamedTuple):
 
 
 class PureTrainer:
-    """Trains by a pure step, with threads as ranks if there are several.
+    """Trains by a pure step that ``make(problem, axis)`` returns after params and optimizer state.
 
-    ``make`` must return params under the names of the problem's module.
+    With several ranks, these are threads. ``make`` must return params under the names of the
+    problem's module. The trainer can also save and load its state.
 
     >>> import purestep as ps
     >>> def make(problem, axis):
@@ -53,7 +54,10 @@ class PureTrainer:
         self.capabilities = capabilities
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """Makes new params, state and a step for each rank, in the calling thread."""
+        """Makes new params, state and a step for each rank by ``make``, in the calling thread.
+
+        Several ranks share a ``ThreadAxis``; a single one has a ``LocalAxis``.
+        """
         self._axis: Any = ThreadAxis(ranks) if ranks > 1 else LocalAxis()
         self._steps: list[Step] = []
         self._states: list[_RankState] = []
@@ -63,7 +67,7 @@ class PureTrainer:
             self._states.append(_RankState(params, opt_state))
 
     def update(self, group: Group) -> None:
-        """Steps once on every rank."""
+        """Steps once on every rank, on the rank's share of the group, and keeps the new state."""
 
         def run_step(
             step: Step, state: _RankState, microbatches: Sequence[Batch]
@@ -80,7 +84,10 @@ class PureTrainer:
             self._states = [run_step(step, state, group[0])]
 
     def observe(self) -> Sequence[Observation]:
-        """Returns the params of each rank, and what its metrics report."""
+        """Returns for each rank the params, and loss, gradient norm and token count of its metrics.
+
+        What the metrics lack is None, as all three are before the first update.
+        """
         return [
             Observation(
                 state.params,
@@ -92,25 +99,25 @@ class PureTrainer:
         ]
 
     def save(self) -> Any:
-        """Copies the state, which a step with ``donate=True`` would overwrite."""
+        """Returns a deep copy of the state, which a step with ``donate=True`` would overwrite."""
         return copy.deepcopy(self._states)
 
     def load(self, saved: Any) -> None:
-        """Puts a copy of a saved state back, so that it can be loaded again."""
+        """Puts a deep copy of a saved state back, so that it can be loaded again."""
         self._states = copy.deepcopy(saved)
 
 
 class RankProgram(Protocol):
-    """Trains on one rank."""
+    """Trains on one rank, for ``Processes`` or ``OneRank``."""
 
     def start(self, problem: Problem) -> None:
-        """Forgets all that was before, and begins at the problem's own parameters."""
+        """Forgets all that was before, and begins at the problem's parameters."""
 
     def update(self, microbatches: Sequence[Batch]) -> None:
         """Makes one update on this rank's microbatches."""
 
     def observe(self) -> Observation:
-        """Returns what this rank sees."""
+        """Returns this rank's full parameters, and what its last update reported."""
 
 
 Prepare: TypeAlias = Callable[[nn.Module, Problem], tuple[Any, Any]] | None
@@ -123,11 +130,13 @@ It returns what it reports, by name, or None."""
 
 
 class Loop:
-    """Runs a loop over a module and an optimizer of torch's.
+    """Runs a loop over a module and an optimizer of torch's, as the program of one rank.
 
     Args:
-        update: one update in place.
-        prepare: makes the model and the optimizer for ``update``; None: the problem's own.
+        update: ``update(model, optimizer, microbatches, problem)`` makes one update in place. It
+            may return a mapping of what it reports, such as "loss".
+        prepare: ``prepare(module, problem)`` makes the model and the optimizer for ``update``;
+            None: the problem's module and SGD.
     """
 
     def __init__(self, update: UpdateFn, prepare: Prepare = None) -> None:
@@ -135,7 +144,7 @@ class Loop:
         self._prepare = prepare
 
     def start(self, problem: Problem) -> None:
-        """Makes a new module and a new optimizer."""
+        """Makes a new module and optimizer, by ``prepare`` if there is one; forgets reports."""
         module = problem.module()
         self._problem = problem
         self._reported: dict[str, Any] = {}
@@ -147,7 +156,7 @@ class Loop:
             self._model, self._optimizer = self._prepare(module, problem)
 
     def update(self, microbatches: Sequence[Batch]) -> None:
-        """Makes one update in place."""
+        """Calls ``update`` on this rank's microbatches, and keeps what it reports."""
         reported = self._update(
             self._model,
             self._optimizer,
@@ -159,7 +168,8 @@ class Loop:
     def observe(self) -> Observation:
         """Returns copies of the full parameters by name, and what the last update reported.
 
-        A first "module." of a name, which DistributedDataParallel adds, is left out.
+        A first "module." of a name, which DistributedDataParallel adds, is left out. A DTensor is
+        gathered, which all ranks do together.
         """
         params = {}
         for name, p in self._model.named_parameters():
@@ -171,12 +181,15 @@ class Loop:
 
 
 def _full_tensor(x: Any) -> Any:
-    """Gathers a DTensor; returns any other tensor as it is."""
+    """Gathers a DTensor, as a collective of its ranks; returns any other tensor as it is."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 class OneRank:
-    """Runs a rank program in this process as the only rank: ``capabilities.ranks`` must be 1."""
+    """Runs a rank program in this process as the only rank.
+
+    Raises ``ValueError`` unless ``capabilities.ranks`` is 1.
+    """
 
     def __init__(self, program: RankProgram, capabilities: Capabilities) -> None:
         if capabilities.ranks != 1:
@@ -187,15 +200,15 @@ class OneRank:
         self.capabilities = capabilities
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """Starts the rank program on a problem."""
+        """Starts the rank program on a problem. ``ranks`` is not read."""
         self.program.start(problem)
 
     def update(self, group: Group) -> None:
-        """Makes one update."""
+        """Makes one update on the microbatches of the only rank, ``group[0]``."""
         self.program.update(group[0])
 
     def observe(self) -> Sequence[Observation]:
-        """Returns what the one rank sees."""
+        """Returns a list of what the only rank sees."""
         return [self.program.observe()]
 
 
@@ -206,8 +219,12 @@ def loop(
 ) -> OneRank | Processes:
     """Makes a trainer of a loop: ``update(model, optimizer, microbatches, problem)`` in place.
 
-    With ``capabilities.ranks`` above 1 each rank is a process in a gloo group, even a single rank.
-    Both functions must then stand at the top of a module.
+    ``update`` may return a mapping of what it reports, such as "loss". ``prepare(module, problem)``
+    makes the model and the optimizer; without it they are the problem's module and SGD.
+
+    If ``capabilities.ranks`` is 1, the loop runs in this process. Above 1, each rank is a process
+    in a gloo group, also in runs on a single rank. Both functions must then stand at the top of a
+    module.
 
     >>> import purestep as ps
     >>> def update(model, optimizer, microbatches, problem):
@@ -226,6 +243,8 @@ def loop(
 
 class Processes:
     """Runs a program on each rank, in the processes of a gloo group, which stay from run to run.
+
+    A call in which a rank raises or ends raises ``AssertionError``.
 
     Args:
         make: makes a ``RankProgram`` in each process, at each start. It must be picklable, such as
@@ -247,7 +266,10 @@ class Processes:
         weakref.finalize(self, _stop_worlds, self._worlds)
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """Begins anew, in processes that may have run another problem before."""
+        """Makes a new program on each rank, and starts it on the problem.
+
+        The first start on this number of ranks starts its processes, which later starts use again.
+        """
         if ranks not in self._worlds:
             world = World(ranks, self._timeout, strict=False)
             self._worlds[ranks] = world
@@ -258,12 +280,15 @@ class Processes:
         self._run(_start_program, makes, problems)
 
     def update(self, group: Group) -> None:
-        """Makes one update in all processes."""
+        """Makes one update in all processes, each on its rank's share of the group."""
         shares = [list(share) for share in group]
         self._run(_update_program, shares)
 
     def observe(self) -> Sequence[Observation]:
-        """Returns what each process sees, and what an update has changed there."""
+        """Returns what each process sees.
+
+        ``changed`` lists the data and global state that its program has changed since the start.
+        """
         return self._run(_observe_program)
 
     def _run(self, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
@@ -277,7 +302,7 @@ def _stop_worlds(worlds: Mapping[int, World]) -> None:
 
 
 class _Running(NamedTuple):
-    """Holds the program of this process, and the watch over what it may not change."""
+    """Holds the program of this process, and the watch over data and global state."""
 
     program: RankProgram
     watch: Watch
@@ -290,6 +315,10 @@ _running: dict[str, _Running] = {}
 def _start_program(
     rank: int, make: Callable[[], RankProgram], problem: Problem
 ) -> None:
+    if "now" in _running:
+        _running[
+            "now"
+        ].watch.end()  # Restores the global state that the last run has changed.
     watch = Watch()  # First: making a program may change global state, too.
     running = _Running(make(), watch)
     _running["now"] = running

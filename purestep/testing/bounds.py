@@ -24,7 +24,9 @@ AMPLIFIED = 1e8
 
 
 def rounding_bound(n: int, dtype: torch.dtype) -> float:
-    """Returns γₙ = n u / (1 − n u).
+    """Returns γₙ = n u / (1 − n u), where u is the unit roundoff of the dtype.
+
+    Raises ``AssertionError`` if n u is 1 or more.
 
     >>> rounding_bound(1, torch.float64)
     1.1102230246251568e-16
@@ -35,14 +37,17 @@ def rounding_bound(n: int, dtype: torch.dtype) -> float:
 
 
 class Bound(NamedTuple):
-    """Bounds the errors of a run: for each parameter their norm, and for each report."""
+    """Bounds the rounding errors of a run: the error's norm for each parameter, and each report."""
 
     params: dict[str, float]
     reports: dict[str, float]
 
 
 class _Majorants(NamedTuple):
-    """Holds sums of the absolute values of all products, for each result of a run."""
+    """Holds majorants of a run's results: each sum of products, with absolute values of these.
+
+    For a model other than ``Linear``, they are estimates. ``params`` has norms.
+    """
 
     params: dict[str, float]
     loss: float
@@ -59,7 +64,8 @@ def compute_bound(
     """Bounds the errors by rounding after one update on each of these batches.
 
     ``tokens`` is how many tokens the updates sum in all, padding included. For a model other than
-    ``Linear`` the bound is an estimate.
+    ``Linear`` the bound is an estimate. Reports are those of the last update. Raises
+    ``AssertionError`` if there are too many roundings for the dtype.
     """
     per_update = problem.task.roundings + 8
     num_updates = max(1, len(batches))
@@ -95,7 +101,8 @@ def _linear_majorants(problem: Problem, batches: Batches) -> _Majorants:
     """Computes the majorants of the linear model, by its updates on absolute values.
 
     Each update is a polynomial of the data. Here no two terms of it have different signs: the
-    targets are negative, since they are subtracted, and so is the learning rate.
+    targets are negative, since they are subtracted, and so is the learning rate. Batches without
+    weight are left out.
     """
     params = problem.params()
     weight = params["weight"].abs()
@@ -140,7 +147,8 @@ def _gradient_majorants(problem: Problem, batches: Batches) -> _Majorants:
     The gradient's majorant is G = Σ sₘ‖gₘ‖, where row m has the share sₘ of all weight. Each norm
     is over all parameters together, since a gradient that cancels to zero has errors, too. The
     majorant of a parameter is its norm plus the learning rate times G. The majorant of an
-    evaluation is the larger one of the losses before and after the update.
+    evaluation is the larger one of the losses before and after the update. Without weight, all but
+    the parameters' norms are 0.
     """
     trainer = ReferenceTrainer()
     trainer.start(problem, 1)

@@ -31,7 +31,10 @@ ACT_CODE = {
 
 
 class Run(NamedTuple):
-    """Lists what a trainer does, on how many ranks and in which of its settings."""
+    """Lists what a trainer does, on how many ranks and in which of its settings.
+
+    An act is an update on a group, or "save", "restart" or "look". ``label`` describes the run.
+    """
 
     acts: Sequence[Act]
     label: str
@@ -40,7 +43,7 @@ class Run(NamedTuple):
 
     @property
     def groups(self) -> list[Group]:
-        """Returns the groups of the updates."""
+        """Returns the groups of the updates, without the other acts."""
         return [act for act in self.acts if not isinstance(act, str)]
 
 
@@ -49,9 +52,9 @@ class Case:
     """Holds two runs that must agree; ``first`` None: ``second`` and the specification.
 
     ``reports`` names what must agree besides the params. Most are reports of the last update;
-    "evaluation" is the mean loss on its group. Rows are twice as long there, unless the task has a
-    vocabulary. The second run counts ``scale`` times as many tokens as the first. ``part`` names
-    the part of the law.
+    "evaluation" is the mean loss on its group afterwards. For it, rows are made twice as long,
+    unless the task has a vocabulary. The second run counts ``scale`` times as many tokens as the
+    first. ``part`` names the part of the law.
     """
 
     problem: Problem
@@ -62,7 +65,11 @@ class Case:
     part: str = ""
 
     def describe(self) -> str:
-        """Describes the case in words, with all its numbers."""
+        """Describes the case in words: both labels, the numbers of SGD, and the updates.
+
+        The updates are those of the run that has more of them. The start of a ``Linear`` is
+        described, too.
+        """
         first = "the equation" if self.first is None else self.first.label
         words = [f"{first} against {self.second.label}"]
         if isinstance(self.problem.model, Linear):
@@ -80,7 +87,7 @@ class Case:
         return max(self.first, self.second, key=lambda run: len(run.groups))
 
     def reproducer(self) -> str:
-        """Returns the case as a program, which needs a ``trainer`` of yours.
+        """Returns the case as the text of a program, which needs a ``trainer`` of yours.
 
         Unless the model is ``Linear``, the program also needs names ``task`` and ``model``.
         """
@@ -108,7 +115,8 @@ class Case:
     def coverage(self) -> dict[str, Any]:
         """Counts the second run's microbatches in the last update, its ranks and its updates.
 
-        "weights" is the kind of the first run's weights: "0 and 1", "whole" or "fractions".
+        The keys are "microbatches", "ranks", "updates" and "weights". "weights" is the kind of the
+        first run's weights in its last update: "0 and 1", "whole" or "fractions".
         """
         first = self.first or self.second
         batch = join_group(first.groups[-1])
@@ -133,7 +141,7 @@ def _classify_weights(problem: Problem, batch: Batch | None) -> str:
 
 
 def _sgd_numbers(problem: Problem) -> dict[str, float]:
-    """Returns the numbers of the problem's SGD that are not zero."""
+    """Returns the learning rate, momentum and weight decay that are not zero, by name."""
     names = ("learning_rate", "momentum", "weight_decay")
     values = {name: getattr(problem, name) for name in names}
     return {name: value for name, value in values.items() if value}
@@ -192,7 +200,7 @@ class RefusalError(Exception):
 
 
 class DisagreementError(AssertionError):
-    """Reports two runs that must agree and do not.
+    """Reports two runs that must agree and do not, and describes the ``case``.
 
     ``what`` says in what they differ. ``size`` is the difference relative to the update, or to the
     value of a report.
@@ -210,9 +218,10 @@ CHAINED = re.compile(r"\n\n(?:The above exception was|During handling of)")
 
 
 def describe_cause(error: BaseException) -> str:
-    """Describes the exception behind all others, and where it was raised.
+    """Describes the first exception of a chain, and where it was raised, in one line.
 
-    A traceback begins with it.
+    If it is not ``error`` itself, the type and the first line of ``error`` follow. ``error`` must
+    have been raised.
     """
     text = "".join(traceback.format_exception(error))
     innermost = CHAINED.split(text)[0]
@@ -230,6 +239,9 @@ def describe_cause(error: BaseException) -> str:
 
 def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observation]:
     """Returns what each rank sees after a run on copies of the data; the first one evaluates, too.
+
+    ``changed`` lists the data and global state that the run has changed. Afterwards, the global
+    state of this process is put back.
 
     Raises ``RefusalError`` if the trainer raises or has params of another dtype than it declares,
     and ``ValueError`` if they have other names than the problem's.
@@ -270,7 +282,11 @@ def _check_params(
 def _do_run(
     trainer: Any, problem: Problem, run: Run, watch: Watch
 ) -> list[Observation]:
-    """Does a run, act by act, and returns what each rank sees at its end."""
+    """Starts the trainer, does the run's acts, and returns what each rank sees at its end.
+
+    The first rank evaluates the last group, as ``_look`` does. Its rows are made twice as long,
+    unless the task has a vocabulary. "restart" saves, updates once more, starts anew, and loads.
+    """
     if run.setting is not None:
         trainer.select_setting(run.setting)
     trainer.start(problem, run.ranks)
@@ -298,7 +314,10 @@ def _do_run(
 def _look(
     trainer: Any, problem: Problem, group: Group, watch: Watch
 ) -> list[Observation]:
-    """Observes a trainer, and lets it evaluate a group if it can and there are tokens."""
+    """Observes a trainer, and lets it evaluate a group if it can and there are tokens.
+
+    The evaluation goes to the first observation.
+    """
     first, *others = trainer.observe()
     if isinstance(trainer, Evaluating) and _has_tokens(problem, group):
         evaluation = watch.call(trainer.evaluate, group)
@@ -323,11 +342,13 @@ def _double_length(batch: Batch) -> Batch:
 
 
 def agree(trainer: Trainer, case: Case) -> bool:
-    """Returns whether the two runs end with the same parameters, to the bit, on every rank.
+    """Returns whether all ranks of the second run end with the first run's params, to the bit.
 
-    Without a first run, the reference trainer does the second one. Raises ``DisagreementError`` if
-    parameters or reports differ by more than rounding explains, ``RefusalError`` if the trainer
-    raises.
+    These are the params of the first run's rank 0. Without a first run, the reference trainer does
+    the second one.
+
+    Raises ``DisagreementError`` if params or reports of any rank differ by more than rounding
+    explains. Raises ``RefusalError`` if the trainer raises.
     """
     reference = case.first or case.second
     # The first run has no more in it than has to be computed.
@@ -360,9 +381,10 @@ def _count_tokens(problem: Problem, run: Run) -> int:
 def _without_dropout(
     observation: Observation, problem: Problem, batch: Batch | None
 ) -> Observation:
-    """Recomputes the evaluation at the observed params by the reference, without dropout.
+    """Recomputes the evaluation at the observed params by the reference, on the batch.
 
-    Observations without dropout stay as they are.
+    This is for a batch that has "key", with which the trainer drops elements: the reference drops
+    none. Other observations, and those without an evaluation, stay as they are.
     """
     if observation.evaluation is None or not batch or "key" not in batch:
         return observation
@@ -383,7 +405,8 @@ def _check_ranks(
 ) -> None:
     """Raises ``DisagreementError`` if a rank's params or reports are not those of ``expected``.
 
-    They may differ by rounding. The count of tokens must be ``scale`` times that of ``expected``.
+    They may differ by rounding. The count of tokens must be ``scale`` times that of ``expected``. A
+    report that is None on either side is not compared.
     """
     start = case.problem.params()
     for rank, observation in enumerate(seen):
@@ -416,8 +439,8 @@ def _check_close(
 ) -> None:
     """Raises ``DisagreementError`` if two values differ by more than twice ``allowed``.
 
-    Each may be off by ``allowed``. The error's ``size`` is relative to the norm of
-    ``expected - start``.
+    Each may be off by ``allowed``. NaN equals NaN, and nothing else. The error's ``size`` is
+    relative to the norm of ``expected - start``, and infinite if that is 0.
     """
     actual = torch.as_tensor(actual, dtype=torch.float64).detach()
     expected = torch.as_tensor(expected, dtype=torch.float64).detach()

@@ -42,7 +42,7 @@ class TrainerLaw:
     parts: Sequence[str] = ("",)
 
     def find_obstacle(self, trainer: Any) -> str:
-        """Says why the law is not put to a trainer; empty: it is."""
+        """Returns why the law cannot be put to a trainer; an empty text if it can."""
         return "" if self.is_able(trainer) else self.obstacle
 
 
@@ -153,8 +153,8 @@ def _draw_settings(draw: Draw, trainer: Any, part: str) -> Case:
 def _check_purity(trainer: Any, case: Case) -> bool:
     """Returns True, or raises ``DisagreementError``; what it checks depends on ``case.part``.
 
-    For "bits" the two runs must end in the same bits. For "inputs" and "global state" the second
-    run must leave them as they were.
+    For "bits" the two runs must end in the same bits. For "inputs" and "global state" only the
+    second run is done, and must leave them as they were on every rank.
     """
     if case.part == "bits":
         if not agree(trainer, case):

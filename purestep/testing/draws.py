@@ -17,9 +17,10 @@ Choices: TypeAlias = dict[Address, int]
 
 @dataclass
 class Draw:
-    """Makes choices: at some addresses those of ``choices``, at others random ones.
+    """Makes choices: at some addresses those of ``choices``, at others random ones by ``rng``.
 
-    Without ``rng`` others are the first option, which is the simplest.
+    Without ``rng`` others are the first option, which is the simplest. ``used`` notes the position
+    of each option chosen. The draws of ``many`` share it.
     """
 
     choices: Choices
@@ -29,7 +30,10 @@ class Draw:
     count: int = 0
 
     def one(self, options: Sequence[T]) -> T:
-        """Chooses one of the options."""
+        """Returns one of the options, notes its position in ``used``, and advances the address.
+
+        A position in ``choices`` counts modulo the number of options.
+        """
         address = (*self.scope, self.count)
         self.count += 1
         # Drawn even if the choice is fixed: else later choices would be other ones.
@@ -47,7 +51,7 @@ class Draw:
         return draws
 
     def order(self, items: Sequence[T]) -> list[T]:
-        """Puts the items into any order."""
+        """Returns the items in an order that it draws; without ``rng`` or choices, as they are."""
         rest = list(items)
         ordered = []
         while rest:
@@ -63,7 +67,9 @@ def counterexample(
     shrink: int,
     seed: object,
 ) -> AssertionError | None:
-    """Returns the error of the smallest case in which the claim fails; None: it holds in all.
+    """Returns the error of the smallest case found in which the claim fails; None: it holds in all.
+
+    Exceptions other than ``AssertionError`` pass through.
 
     Args:
         case: makes a case of choices. The first of them takes its options in turn.
@@ -98,7 +104,10 @@ def counterexample(
 
 @dataclass
 class _Shrinker:
-    """Makes the choices of a draw simpler for as long as the claim still fails."""
+    """Makes the choices of a draw simpler for as long as the claim still fails.
+
+    ``find_error`` returns the claim's error for a draw, or None. At most ``most`` draws are tried.
+    """
 
     draw: Draw
     error: AssertionError
@@ -107,7 +116,7 @@ class _Shrinker:
     tried: list[Choices] = field(default_factory=list)
 
     def shrink(self) -> AssertionError:
-        """Returns the error of the simplest draw that it finds."""
+        """Tries changes until none makes the draw simpler; returns the simplest one's error."""
         before = None
         while before != self.draw.used:
             before = self.draw.used
@@ -115,7 +124,10 @@ class _Shrinker:
         return self.error
 
     def _try_changes(self, used: Choices) -> None:
-        """Tries to leave draws out, to reset them, and to lower single choices."""
+        """Tries to leave draws out, to reset them, and to lower single choices.
+
+        Each change in which the claim still fails replaces ``draw`` and ``error`` at once.
+        """
         scopes = _list_scopes(used)
         for scope in scopes:
             self._try(_remove_draw(scope, self.draw.used))
@@ -143,7 +155,7 @@ class _Shrinker:
 
 
 def _list_scopes(used: Choices) -> list[Address]:
-    """Lists the draws of all ``many``: outer ones first, and the last of many first."""
+    """Lists the scopes of all draws of ``many``: outer ones first, and the last of many first."""
     scopes: set[Address] = set()
     for address in used:
         for end in range(2, len(address), 2):
@@ -157,7 +169,10 @@ def _list_scopes(used: Choices) -> list[Address]:
 
 
 def _remove_draw(scope: Address, choices: Choices) -> Choices:
-    """Leaves one of many draws out, unless their number is the lowest; those behind it move up."""
+    """Returns the choices with one of many draws left out, and those behind it moved up.
+
+    If their number is the lowest option, it returns ``choices``.
+    """
     parent = scope[:-1]
     index = scope[-1]
     if not choices.get(parent):
@@ -175,7 +190,7 @@ def _remove_draw(scope: Address, choices: Choices) -> Choices:
 
 
 def _reset_draw(scope: Address, choices: Choices) -> Choices:
-    """Forgets the choices of one draw."""
+    """Returns the choices without those of one draw, which then takes first options."""
     depth = len(scope)
     rest = {}
     for address, option in choices.items():
@@ -189,7 +204,7 @@ def _lower(
     choices: Choices,
     step: Callable[[int], int],
 ) -> Choices:
-    """Lowers one choice, unless it is the lowest."""
+    """Returns the choices with ``step`` applied to one of them, unless it is 0 or missing."""
     option = choices.get(address)
     if not option:
         return choices

@@ -23,9 +23,9 @@ class Verdict(NamedTuple):
     """Says whether a trainer keeps one law.
 
     ``status`` "holds" means: in ``cases`` cases, ``num_bitwise`` of them to the bit. "wrong" comes
-    with the smallest ``case``, a ``reason`` in words, and the ``size`` of the error relative to the
-    update. "refuses" comes with the smallest case that raised an exception, and its ``reason``.
-    "not asked" comes with a ``reason``.
+    with the smallest ``case`` found, a ``reason`` in words, and the ``size`` of the error relative
+    to the update or report. "refuses" comes with the smallest case that raised an exception, and
+    its ``reason``. "not asked" comes with a ``reason``.
 
     ``parts`` has a verdict for each kind of case, where the law tells them apart. ``coverage``
     counts the cases by their microbatches, ranks, updates and weights.
@@ -79,10 +79,13 @@ def run_laws(
 ) -> list[Verdict]:
     """Returns a verdict for each law. A law says "refuses" only where no number is wrong.
 
+    Raises ``ValueError`` for an unknown law, and for a dtype that rounds too much to be judged.
+    Raises ``TypeError`` for an object without ``capabilities``, and for a class.
+
     Args:
         trainer: what is judged.
         laws: their names.
-        cases: how many are tried for each law.
+        cases: how many are tried for each law; its parts share them.
         shrink: how many more to find a smaller one.
         seed: from which cases are drawn; "today" draws others each day.
 
@@ -134,7 +137,7 @@ def law_tests(
     Assign it to a name that pytest collects: ``test_my_trainer =
     ps.testing.law_tests(make_trainer)``. A law that asks for more than the trainer's capabilities
     is skipped, with the reason. ``make`` makes a trainer for each test. The other arguments are
-    those of ``run_laws``.
+    those of ``run_laws``; an unknown law raises at once.
     """
     import pytest
 
@@ -144,6 +147,7 @@ def law_tests(
     @pytest.mark.parametrize("law", names, ids=ids)
     def test(law: str) -> None:
         trainer = make()
+        _check_trainer(trainer)
         obstacle = LAWS[law].find_obstacle(trainer)
         if obstacle:
             pytest.skip(f"not asked: {obstacle}")
@@ -159,12 +163,12 @@ class _Refusal(NamedTuple):
     reason: str
 
     def size(self) -> int:
-        """Measures the case by its program."""
+        """Returns the length of the program that reproduces the case."""
         return len(self.case.reproducer())
 
 
 class _Budget(NamedTuple):
-    """Limits how many cases are drawn, and how many simpler ones, from a seed."""
+    """Holds how many cases are drawn, how many simpler ones at most, and the seed."""
 
     cases: int
     shrink: int
@@ -178,7 +182,11 @@ def _find_law(name: str) -> TrainerLaw:
 
 
 def _judge_law(trainer: Trainer, law: TrainerLaw, budget: _Budget) -> Verdict:
-    """Judges all parts of a law; its verdict is the worst of theirs."""
+    """Judges all parts of a law; its verdict is the worst of theirs.
+
+    The parts share the budget's cases, rounded up. A law that the trainer cannot be asked is "not
+    asked". Raises ``TypeError`` or ``ValueError`` for an object that cannot be judged.
+    """
     _check_trainer(trainer)
     obstacle = law.find_obstacle(trainer)
     if obstacle:
@@ -194,7 +202,10 @@ def _judge_law(trainer: Trainer, law: TrainerLaw, budget: _Budget) -> Verdict:
 
 
 def _join_verdicts(verdicts: Mapping[str, Verdict]) -> Verdict:
-    """Joins the verdicts of a law's parts: the worst, with the cases of all."""
+    """Returns the worst verdict of a law's parts, with the cases and coverage of all added up.
+
+    ``parts`` holds the verdicts.
+    """
     worst = max(verdicts.values(), key=_severity)
     cases = 0
     exact = 0
@@ -238,7 +249,8 @@ def _judge_part(
     """Draws cases of one part of a law, and returns the verdict.
 
     From the first wrong case on, it draws simpler ones, and reports the simplest. A refusal does
-    not end the search: the verdict is "refuses" only if no case is wrong.
+    not end the search: the verdict is "refuses" only if no case is wrong. Refused cases do not
+    count in ``cases``. Errors of drawing a case are raised.
     """
     coverage: dict[str, Counter[Any]] = defaultdict(Counter)
     exact: list[bool] = []
@@ -293,7 +305,10 @@ def _judge_part(
 
 
 def report(verdict: Verdict) -> str:
-    """Returns the smallest case of a verdict, in words and as code; the verdict must have one."""
+    """Returns the law's statement, the reason, and the smallest case of a verdict.
+
+    The case comes in words and as code. A verdict without a case raises ``AssertionError``.
+    """
     assert verdict.case is not None
     failure = "does not hold" if verdict.status == "wrong" else "is refused"
     title = verdict.law.title

@@ -28,7 +28,7 @@ Cut: TypeAlias = Sequence[Sequence[int]]
 
 
 def draw_batch(draw: Draw, capabilities: Capabilities, **limits: Any) -> Batch:
-    """Draws a batch of a single microbatch."""
+    """Draws the batch of a single microbatch; ``limits`` are keywords of ``microbatches``."""
     parts = [draw]
     batch, _ = microbatches(draw, capabilities, parts, **limits)
     return batch
@@ -42,10 +42,10 @@ def draw_updates(
     *,
     keyed: bool = False,
 ) -> list[Group]:
-    """Draws small updates on ``size`` ranks, as many as one of ``numbers``.
+    """Draws small updates on ``size`` ranks, as many as the draw chooses from ``numbers``.
 
-    For a task with a model it is the first of them. In each update all ranks have one microbatch,
-    or all have two.
+    For a task with a model, their number is the first of ``numbers``. In each update all ranks have
+    one microbatch, or all have two. With ``keyed``, batches have a "key" for each row.
     """
     if capabilities.task.model is not None:  # No polynomial: as few as possible.
         numbers = numbers[:1]
@@ -70,7 +70,12 @@ def draw_pair(
     part: str = "",
     dropout: float = 0.0,
 ) -> Case:
-    """Draws one group in two ways, which differ in ``change``, after the same earlier updates."""
+    """Draws a case: one group of rows written in two ways, which differ in ``change``.
+
+    Both runs make the same earlier updates before it. With "cut", "ranks" or "all", the first run
+    makes these on one rank. ``part`` names the part of the law. Above 0, ``dropout`` is that of the
+    model, and rows have keys.
+    """
     capabilities = trainer.capabilities
     keyed = dropout > 0
     parts, size = _draw_sizes(draw, capabilities, change)
@@ -110,7 +115,7 @@ def draw_pair(
 def _write_run(
     batch: Batch, task: Task, layout: Layout, updates: Sequence[Group]
 ) -> Run:
-    """Writes the batch as the last update, after earlier ones."""
+    """Returns a run of the updates and, as the last one, the batch in this layout."""
     last = lay_out_group(batch, task, layout)
     return Run(
         acts=[*updates, last],
@@ -122,7 +127,10 @@ def _write_run(
 def _draw_sizes(
     draw: Draw, capabilities: Capabilities, change: Change
 ) -> tuple[list[Draw], int]:
-    """Draws a number of microbatches, each with its own choices, and a number of ranks."""
+    """Draws a number of microbatches, as a draw for each, and a number of ranks.
+
+    Unless ranks may be uneven, the first is a multiple of the second.
+    """
     sizes = range(1, capabilities.ranks + 1)
     if change == "cut":
         sizes = range(1, 2)
@@ -144,7 +152,7 @@ def _draw_sizes(
 def _spread_over_ranks(
     rows: Cut, parts: Sequence[Draw], size: int, *, uneven: bool
 ) -> Layout:
-    """Puts each microbatch on a rank: any one, or as many on each."""
+    """Puts each microbatch on a rank: any one if ``uneven``, else as many on each."""
     layout: list[list[Part]] = [[] for _ in range(size)]
     for i, numbers in enumerate(rows):
         rank = i * size // len(rows)
@@ -155,7 +163,11 @@ def _spread_over_ranks(
 
 
 def _first_layout(layout: Layout, rows: Cut, change: Change) -> Layout:
-    """Returns the first run's layout: one microbatch, one rank, or ``layout``, by ``change``."""
+    """Returns the first run's layout, by ``change``.
+
+    For "cut" and "all" it is one microbatch of all rows. For "ranks" it is one rank with all
+    microbatches, and otherwise it is ``layout``.
+    """
     if change in ("cut", "all"):
         all_rows = [row for numbers in rows for row in numbers]
         return [[Part(all_rows)]]
@@ -165,7 +177,10 @@ def _first_layout(layout: Layout, rows: Cut, change: Change) -> Layout:
 
 
 def _shuffle(draw: Draw, layout: Layout) -> Layout:
-    """Reorders ranks, microbatches and rows; it reverses all if nothing has moved."""
+    """Returns the layout with ranks, microbatches and rows reordered.
+
+    If nothing has moved, all of it is reversed.
+    """
     shuffled = []
     for share in draw.order(layout):
         parts = []
@@ -199,9 +214,10 @@ def _renumber_rows(layout: Layout, order: Sequence[int]) -> Layout:
 
 
 def _join_updates(run: Run) -> Run:
-    """Puts the microbatches of all ranks on one rank, in all updates but the last.
+    """Returns a run with the microbatches of all ranks on one rank, in all updates but the last.
 
-    A single microbatch is given twice: twice a half of a gradient is the gradient, to the bit.
+    The label says so. A single microbatch is given twice: twice a half of a gradient is the
+    gradient, to the bit.
     """
     *updates, last = run.groups
     joined: list[Group] = []
@@ -224,9 +240,9 @@ def _describe_layout(layout: Layout) -> str:
 
 
 def _with_looks(run: Run, trainer: Any, part: str) -> Run:
-    """Looks at the trainer before the acts and after each, and restarts it after each if it can.
+    """Returns a run that also looks at the trainer before the acts and after each.
 
-    The part "bits" has no restarts.
+    After each look but the first, the trainer restarts if it can. The part "bits" has no restarts.
     """
     between: list[Act] = ["look"]
     # Bits after a restart are T16's.
@@ -243,7 +259,7 @@ def _in_setting(run: Run, name: str) -> Run:
 
 
 class _Interruption(NamedTuple):
-    """Holds an act that makes no difference, and its name."""
+    """Holds an act that makes no difference, and words for it."""
 
     act: Act
     label: str
@@ -255,10 +271,13 @@ def draw_interrupted(
     act: Literal["restart", "save"] | None = None,
     dropout: float = 0.0,
 ) -> Case:
-    """Draws updates, and the same ones with an interruption that makes no difference.
+    """Draws a case: updates, and the same ones with an interruption that makes no difference.
 
     It is ``act``, or without it an update that changes nothing. It comes once or twice: before,
-    between or after the updates.
+    between or after the updates. Above 0, ``dropout`` is that of the model, and rows have keys.
+
+    With ``act``, only the evaluation is compared besides the params. Without it, that is all
+    reports, or none if the interruption comes last.
     """
     capabilities = trainer.capabilities
     keyed = dropout > 0
@@ -302,7 +321,10 @@ def draw_interrupted(
 
 
 def _draw_nonfinite_update(draw: Draw, batch: Batch, size: int) -> _Interruption:
-    """Draws an update that has to be skipped, with a bad target on one rank."""
+    """Draws an update that has to be skipped, with a bad target on one rank.
+
+    Each rank has ``batch`` once or twice. On one rank, one target that counts is NaN or infinite.
+    """
     targets = batch["y"].clone()
     spoilt_rank = draw.one(range(size))
     counted = batch["w"].nonzero()
@@ -321,7 +343,10 @@ def _draw_nonfinite_update(draw: Draw, batch: Batch, size: int) -> _Interruption
 def _draw_empty_update(
     draw: Draw, capabilities: Capabilities, batch: Batch, size: int
 ) -> _Interruption:
-    """Draws an update without tokens, or without microbatches."""
+    """Draws an update in which each rank has from 0 to 2 microbatches, all without tokens.
+
+    Unless ranks may be uneven, all have as many.
+    """
     counts = [draw.one(range(3)) for _ in range(size)]
     if not capabilities.uneven_ranks:
         counts = [counts[0]] * size

@@ -60,11 +60,11 @@ class Problem:
         return copy.deepcopy(self.model)
 
     def params(self) -> Params:
-        """Returns new copies of the model's parameters, by name."""
+        """Returns new copies of the model's parameters, by name, which require no grad."""
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Makes a ``torch.optim.SGD`` with the problem's numbers."""
+        """Makes a ``torch.optim.SGD`` of the module's parameters, with the problem's numbers."""
         return torch.optim.SGD(
             module.parameters(),
             lr=self.learning_rate,
@@ -77,7 +77,7 @@ class Problem:
         return self.task.losses(model, batch)
 
     def weights(self, batch: Batch) -> Tensor:
-        """Returns each token's weight."""
+        """Returns each token's weight, of shape ``(rows, length)``."""
         return self.task.weights(batch)
 
 
@@ -113,13 +113,13 @@ class Linear(nn.Module):
 
 
 def squared_errors(model: Callable[..., Any], batch: Batch) -> Tensor:
-    """Returns (model(x) - y)² for each token."""
+    """Returns (model(x) - y)² for each token, with "x" and "y" of the batch."""
     predictions: Tensor = model(batch["x"])
     return (predictions - batch["y"]).square()
 
 
 def weights_in_batch(batch: Batch) -> Tensor:
-    """Returns the weights that stand in the batch."""
+    """Returns ``batch["w"]``, the weight of each token."""
     return batch["w"]
 
 
@@ -138,9 +138,10 @@ REGRESSION = Task(
 def causal_lm(model: nn.Module) -> Task:
     """Makes a task of next tokens, for ``model(input_ids=, attention_mask=).logits``.
 
-    The model also has ``get_input_embeddings``, as in transformers. A batch has ``input_ids``,
-    ``attention_mask`` and ``labels``, all of shape (rows, length). Labels are -100 where nothing
-    counts, and the logits of one position are about the label of the next.
+    The model must also have ``get_input_embeddings``, as in transformers. A batch has
+    ``input_ids``, ``attention_mask`` and ``labels``, all of shape (rows, length). Labels are -100
+    where nothing counts, and the logits of one position are about the label of the next. The task
+    starts from ``model``.
     """
     # Each dimension is summed once forward and twice backward; the rest takes a few for each leaf.
     roundings = [3 * sum(p.shape) + 16 for p in model.parameters()]
@@ -158,7 +159,10 @@ def causal_lm(model: nn.Module) -> Task:
 
 
 def next_token_losses(model: Callable[..., Any], batch: Batch) -> Tensor:
-    """Returns the cross entropy of each label, and zero for the first of each row."""
+    """Returns the cross entropy of each label under the logits of the position before.
+
+    It is zero for the first label of each row, and for labels of -100.
+    """
     output = model(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
@@ -174,6 +178,9 @@ def next_token_losses(model: Callable[..., Any], batch: Batch) -> Tensor:
 
 
 def count_labels(batch: Batch) -> Tensor:
-    """Weighs each label 1, an ignored one and the first of each row 0."""
+    """Returns booleans: True for each label that counts.
+
+    The first of each row and labels of -100 do not count.
+    """
     counted = batch["labels"][:, 1:] != -100
     return functional.pad(counted, (1, 0))

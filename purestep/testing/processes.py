@@ -22,13 +22,13 @@ IMPORTED = ["torch._dynamo", "torch.distributed.tensor.debug", "pytest"]
 
 
 class DeadRankError(RuntimeError):
-    """Reports a process that has ended, with this exit code, instead of answering."""
+    """Reports a process that has ended, with its exit code, instead of answering."""
 
 
 class World:
-    """Keeps ``size`` processes for as long as the context lasts; none outlives it.
+    """Keeps ``size`` processes of one gloo group for as long as the context lasts.
 
-    Results are pickled, exceptions like any other.
+    None outlives it. Results are pickled, exceptions like any other.
 
     Args:
         size: how many ranks.
@@ -58,7 +58,7 @@ class World:
         self.stop()
 
     def start(self) -> None:
-        """Starts the processes."""
+        """Starts the processes, without waiting until they have joined their group."""
         CONTEXT.set_forkserver_preload([*self.imported])
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
@@ -80,14 +80,20 @@ class World:
     def run(self, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
         """Calls ``function(rank, *args of this rank)`` on every rank.
 
-        Returns what each call returns or raises, or ``DeadRankError``. A rank that raises ends, as
-        a program would. The next run then starts new processes for all ranks.
+        Each of ``args`` has a value for each rank. Returns, in order of rank, what each call
+        returns or raises, or a ``DeadRankError``. A rank that raises ends, as a program would. The
+        next run then starts new processes for all ranks.
 
         Raises ``TimeoutError`` after ``timeout`` seconds, and ends all processes.
         """
         rank_args: list[Any] = [()] * self.size
         if args:
             rank_args = list(zip(*args, strict=True))
+        if len(rank_args) != self.size:
+            raise ValueError(
+                f"World({self.size}).run has arguments for {len(rank_args)} ranks: pass a value "
+                "for each rank"
+            )
         # Before any rank computes: arguments of a later rank may fail.
         calls = [pickle.dumps((function, call_args)) for call_args in rank_args]
         if not all(process.is_alive() for process in self._processes):
@@ -126,7 +132,7 @@ class World:
         return result
 
     def stop(self) -> None:
-        """Ends the processes."""
+        """Kills the processes, waits for their end, and removes their files."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -151,7 +157,11 @@ def values(results: Sequence[Any]) -> list[Any]:
 def _serve(
     rank: int, size: int, store: str, connection: Connection, strict: bool
 ) -> None:
-    """Calls the functions that a process is sent, until one raises."""
+    """Joins the gloo group, and then runs each function that it receives, and sends the result.
+
+    If a function raises, it sends the exception, with its traceback as a note, and ends the
+    process. With ``strict``, warnings are errors.
+    """
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -17,9 +17,10 @@ def spec(
     opt_state: Any,
     batch: Any,
 ) -> Any:
-    """Steps on a batch with the weights ``batch["w"]``.
+    """Makes one update by the equation, on a batch with the weights ``batch["w"]``.
 
-    Returns ``(params, opt_state), grads, loss``.
+    The loss is the weighted mean of ``loss_fn(params, batch)``, with weights in float64. Returns
+    ``update(grads, opt_state, params)``, the gradients, and the loss before the update.
     """
     weights = batch["w"].to(torch.float64)
     num_tokens = weights.sum()
@@ -33,12 +34,18 @@ def spec(
 
 
 class ReferenceTrainer:
-    """Trains by the equation: all microbatches of all ranks are one batch, in float64."""
+    """Trains by the equation: all microbatches of all ranks are one batch, in float64.
+
+    The model is in evaluation mode, without dropout.
+    """
 
     capabilities = Capabilities(ranks=64)
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """Begins anew."""
+        """Begins anew, at float64 copies of the problem's parameters, with moments of zero.
+
+        The number of ``ranks`` makes no difference.
+        """
         self.problem = problem
         self._module = problem.module().double().eval()
         self.params: Params = {}
@@ -50,7 +57,10 @@ class ReferenceTrainer:
         self._reported: dict[str, Any] = {}
 
     def update(self, group: Group) -> None:
-        """Computes θ, m ← SGD(∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ, m, θ), if any token has weight."""
+        """Computes θ, m ← SGD(∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ, m, θ), if any token has weight.
+
+        Otherwise nothing changes, and 0 is reported as loss and number of tokens.
+        """
         self._reported = {"loss": 0.0, "num_tokens": 0.0}
         batch = join_group(group)
         if batch is None:
@@ -94,11 +104,18 @@ class ReferenceTrainer:
         return new_params, new_moments
 
     def observe(self) -> Sequence[Observation]:
-        """Returns the parameters, and the true loss, norm and count."""
+        """Returns one observation, for all ranks: the parameters, and the last update's reports.
+
+        These are its loss, its gradient's norm and its number of tokens, without rounding below
+        float64. Before the first update they are None.
+        """
         return [Observation(self.params, **self._reported)]
 
     def evaluate(self, group: Group) -> float:
-        """Returns Σ wᵢ ℓᵢ / Σ wᵢ."""
+        """Returns Σ wᵢ ℓᵢ / Σ wᵢ over all microbatches of the group, at the current parameters.
+
+        That is NaN without weight. A group without microbatches raises ``AssertionError``.
+        """
         batch = join_group(group)
         assert batch is not None
         weights = self.problem.weights(batch).double()
@@ -108,14 +125,18 @@ class ReferenceTrainer:
 
 
 def join_group(group: Group) -> Batch | None:
-    """Joins the microbatches of all ranks into one batch; None if there are none."""
+    """Joins the microbatches of all ranks into one batch, by rank; None if there are none.
+
+    It pads as ``join_batches`` does.
+    """
     return join_batches([batch for share in group for batch in share])
 
 
 def join_batches(batches: Sequence[Batch]) -> Batch | None:
     """Joins all rows into one batch, with floats as float64; None if there are no batches.
 
-    Shorter rows are padded with zeros, labels with -100.
+    Shorter rows are padded with zeros, labels with -100. Entries of one dimension, such as "key",
+    are not padded.
     """
     if not batches:
         return None

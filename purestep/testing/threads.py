@@ -25,7 +25,7 @@ class ThreadAxis(ProcessAxis):
 
     For tests of what ``VmapAxis`` cannot run: ranks with different numbers of microbatches, and
     ranks that go wrong. They meet in their collectives. Where one calls another collective, or
-    another shape or dtype, or has ended, there is no hang: every rank that takes part gets an error
+    another shape or dtype, or has ended, there is no hang. Every rank that takes part gets an error
     at once, which names ranks and calls.
 
     As between processes, the first collective of each rank over an axis meets the first of the
@@ -59,30 +59,41 @@ class ThreadAxis(ProcessAxis):
 
     @property
     def process_group(self) -> ThreadAxis:
-        """Returns the axis itself, in which the threads meet."""
+        """Returns the axis itself, which runs its collectives without a process group of torch."""
         return self
 
     @property
     def num_collectives(self) -> int:
-        """Counts the collectives over this axis that the calling rank has begun."""
+        """Counts the collectives over this axis that the calling rank has begun.
+
+        Raises RuntimeError outside of ``map``.
+        """
         run, rank = self._world.current(self)
         group = self._groups[rank]
         return run.count_begun(rank, (self._name, group))
 
     @property
     def rank(self) -> int:
-        """Returns the position of the calling thread on the axis, from 0 to size - 1."""
+        """Returns the position of the calling thread on the axis, from 0 to size - 1.
+
+        Raises RuntimeError outside of ``map``.
+        """
         _, rank = self._world.current(self)
         return self._groups[rank].index(rank)
 
     @property
     def global_ranks(self) -> frozenset[int]:
-        """Returns the threads of the caller's group, by their ranks in the world."""
+        """Returns the world ranks of the caller's group on this axis, the caller included.
+
+        Raises RuntimeError outside of ``map``.
+        """
         _, rank = self._world.current(self)
         return frozenset(self._groups[rank])
 
     def split(self, *sizes: int) -> tuple[ThreadAxis, ...]:
-        """Arranges the ranks as a mesh of these sizes, with one axis for each dimension.
+        """Arranges the ranks as a mesh of these sizes, and returns one axis for each dimension.
+
+        Raises ValueError unless the sizes are positive and multiply to the number of ranks.
 
         >>> world = ThreadAxis(4)
         >>> dp, tp = world.split(2, 2)
@@ -94,20 +105,22 @@ class ThreadAxis(ProcessAxis):
             raise ValueError(
                 f"{self}.split{sizes}: the sizes must multiply to {self.size}"
             )
-        mesh = torch.arange(self.size).view(sizes)
+        # On a part of a mesh, each group of ranks is a mesh by itself.
+        meshes = [torch.tensor(group).view(sizes) for group in {*self._groups}]
         axes = []
         for dim, size in enumerate(sizes):
-            lines = mesh.movedim(dim, -1).reshape(-1, size)
-            groups: list[_Group] = [()] * self.size
-            for line in lines.tolist():
-                for rank in line:
-                    groups[rank] = tuple(line)
+            groups: list[_Group] = [()] * len(self._groups)
+            for mesh in meshes:
+                lines = mesh.movedim(dim, -1).reshape(-1, size)
+                for line in lines.tolist():
+                    for rank in line:
+                        groups[rank] = tuple(line)
             name = f"{self}.split{sizes}[{dim}]"
             axes.append(self._subaxis(groups, name))
         return tuple(axes)
 
     def _subaxis(self, groups: list[_Group], name: str) -> ThreadAxis:
-        """Makes an axis over each thread's group of this world."""
+        """Returns an axis of the same world, on which a rank meets those of ``groups[rank]``."""
         size = len(groups[0])
         axis = ThreadAxis(size, bucket_bytes=self.bucket_bytes)
         axis._world = self._world
@@ -118,9 +131,12 @@ class ThreadAxis(ProcessAxis):
     def map(self, fn: Callable[..., Any]) -> Callable[..., list[Any]]:
         """Returns a function that runs ``fn`` on every rank.
 
-        Its arguments and its result have one entry per rank. It raises an exception of one rank,
-        with the rank in the notes. Ranks that waited for that rank get a ``RankError``, which it
-        raises only if there is no other exception.
+        Its arguments and its result have one entry per rank. If ranks raise, it raises the
+        exception of the lowest of them, with the rank in the notes. Ranks that waited for a rank
+        that raised get a ``RankError``, which it raises only if there is no other exception.
+
+        It also raises under a transform, inside another ``map`` of these ranks, on an axis that
+        ``split`` made, and for arguments of another length.
         """
 
         def mapped(*args: Sequence[Any]) -> list[Any]:
@@ -150,7 +166,11 @@ class ThreadAxis(ProcessAxis):
                 )
 
     def run(self, op: str, x: Tensor) -> Tensor:
-        """Computes a collective of a plain tensor of each rank, as over a dimension of ranks."""
+        """Returns this rank's result of a collective, which waits for the other ranks' tensors.
+
+        The result is new memory. Autograd does not see it. "pvary" waits for no rank, and returns
+        a view of ``x``. Raises ``RankError`` if the ranks cannot meet.
+        """
         if op == "pvary":  # It only marks x as different on each rank.
             return x.view_as(x)
         wait = self._begin(op, x.detach())
@@ -171,7 +191,7 @@ class ThreadAxis(ProcessAxis):
         return wait_and_copy
 
     def complement(self, inner: ProcessAxis) -> ThreadAxis:
-        """Makes the axis that joins those of its ranks that have the same rank in ``inner``."""
+        """Returns the axis over those of its ranks that have the same rank in ``inner``."""
         assert isinstance(inner, ThreadAxis)
         size = self._world.size
         inner_ranks = [inner._groups[rank].index(rank) for rank in range(size)]
@@ -183,7 +203,10 @@ class ThreadAxis(ProcessAxis):
         return self._subaxis(groups, f"{self} across {inner}")
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks of this axis, in order of rank."""
+        """Returns the values of all ranks of this axis, in order of rank.
+
+        It is a collective, in which all ranks share the objects: none is copied.
+        """
         run, rank = self._world.current(self)
         group = self._groups[rank]
         number = self.num_collectives
@@ -192,7 +215,7 @@ class ThreadAxis(ProcessAxis):
         return [run.values[self._name, number, other] for other in group]
 
     def _begin(self, op: str, x: Tensor) -> Callable[[], Tensor]:
-        """Brings ``x`` to the next collective of this axis, and returns the wait for its result."""
+        """Joins the axis's next collective with ``x``, and returns the wait for its result."""
         run, rank = self._world.current(self)
         call = _Call(
             self._name,
@@ -232,11 +255,14 @@ class _World:
 
     @property
     def is_running(self) -> bool:
-        """Returns whether the calling thread is a rank already."""
+        """Returns whether the calling thread is a rank of this world, inside of ``map``."""
         return hasattr(self._local, "run")
 
     def current(self, axis: ThreadAxis) -> tuple[_Run, int]:
-        """Returns the run of the calling thread and its rank there; raises if it is no rank."""
+        """Returns the run of the calling thread and its rank in the world.
+
+        Raises RuntimeError, with the name of ``axis``, if the thread is no rank.
+        """
         if not self.is_running:
             raise RuntimeError(
                 f"{axis} has ranks only while it maps: axis.map(fn)(...)"
@@ -244,7 +270,10 @@ class _World:
         return self._local.run, self._local.rank
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-        """Calls ``fn(*args[rank])`` in a thread for each rank."""
+        """Calls ``fn(*args[rank])`` in a thread for each rank, and returns the results by rank.
+
+        Waits for all threads. If any has raised, it raises what ``_raise_first`` selects.
+        """
         run = _Run(self.size)
         results: list[Any] = [None] * self.size
         errors: _Errors = {}
@@ -277,9 +306,9 @@ _Errors: TypeAlias = dict[int, BaseException]
 
 
 def _raise_first(errors: _Errors, size: int) -> NoReturn:
-    """Raises the error of the lowest rank, a ``RankError`` only if there are no others.
+    """Raises the error of the lowest rank, with a note that names the rank.
 
-    Empties ``errors``.
+    A ``RankError`` is raised only if there are no other errors. Empties ``errors``.
     """
     causes = [rank for rank in errors if not isinstance(errors[rank], RankError)]
     first = min(causes or errors)
@@ -302,7 +331,7 @@ class _Collective:
     errors: dict[int, str] = field(default_factory=dict)
 
     def is_done(self, rank: int) -> bool:
-        """Returns whether there is a result or an error for a rank."""
+        """Returns whether there is an error for a rank, or a result that it has not taken yet."""
         return rank in self.results or rank in self.errors
 
 
@@ -326,7 +355,11 @@ class _Run:
         return self._num_begun.get((rank, group), 0)
 
     def join(self, rank: int, call: _Call, x: Tensor) -> _Collective:
-        """Joins the group's next collective; the last rank to join computes it for all."""
+        """Joins the group's next collective, and returns it without a wait.
+
+        The last rank to join computes it for all. If calls differ, all ranks that join get an
+        error, which ``wait`` raises.
+        """
         group = (call.axis, call.group)
         with self._changed:
             number = self.count_begun(rank, group)
@@ -370,13 +403,16 @@ class _Run:
             return result
 
     def end(self, rank: int, state: str) -> None:
-        """Notes that a rank joins no collective any more."""
+        """Notes how a rank has ended, for messages, and gives errors to ranks that wait for it."""
         with self._changed:
             self._ended[rank] = state
             self._refuse_the_impossible()
 
     def _refuse_the_impossible(self) -> None:
-        """Gives errors to ranks that wait for a rank that has ended, or all for each other."""
+        """Gives errors to ranks that wait for a rank that has ended.
+
+        If no rank computes any more, all ranks that wait get one.
+        """
         waiting = [
             collective
             for rank, collective in self._waiting.items()
@@ -390,7 +426,10 @@ class _Run:
                 self._refuse(collective)
 
     def _refuse(self, collective: _Collective) -> None:
-        """Gives an error to all ranks that have joined, and have none yet."""
+        """Gives an error to all ranks that have joined and have none yet, and wakes them.
+
+        It says what each rank of the world does.
+        """
         states = [
             f"rank {rank} {self._describe_state(rank, collective)}"
             for rank in range(self._size)
@@ -411,7 +450,7 @@ class _Run:
 
 
 def _compute_results(op: str, xs: list[Tensor]) -> list[Tensor]:
-    """Computes each rank's result of a collective from the inputs of all."""
+    """Computes each rank's result of a collective from the inputs of all, as new tensors."""
     stacked = torch.stack(xs)
     result, dim = COLLECTIVES[op].batch_rule(stacked, 0, len(xs))
     if dim is None:

@@ -13,13 +13,13 @@ Group: TypeAlias = Sequence[Sequence[Batch]]
 
 
 class Capabilities(NamedTuple):
-    """Declares what a trainer can do. A law that asks for more is not put to it.
+    """Declares what a trainer can do. The kit skips each law (a claim it tests) that asks for more.
 
     Args:
         ranks: up to how many ranks it runs on.
         uneven_ranks: whether ranks may hold different numbers of microbatches, or none.
         weights: the tokens' weights: 0 and 1 ("mask"), "whole" numbers, or "any" from 0 on.
-        dtype: in which it computes.
+        dtype: the dtype of its parameters, in which it computes.
         task: what it learns.
         momentum: whether its SGD can have momentum and weight decay.
         dropout: whether it can train a model that drops elements.
@@ -57,25 +57,25 @@ class Observation(NamedTuple):
 
 
 class Trainer(Protocol):
-    """Trains a problem. An exception is a refusal, not as bad as a wrong number."""
+    """Trains a problem. An exception is a refusal, which is better than a wrong number."""
 
     @property
     def capabilities(self) -> Capabilities:
         """Declares what the trainer can do."""
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """Forgets all that was before, and begins at the problem's own parameters."""
+        """Forgets all that was before, and begins on the ranks at the problem's parameters."""
 
     def update(self, group: Group) -> None:
         """Makes one update on the microbatches of all ranks."""
 
     def observe(self) -> Sequence[Observation]:
-        """Returns what each rank sees now."""
+        """Returns one observation for each rank, of what it sees now."""
 
 
 @runtime_checkable
 class Evaluating(Protocol):
-    """Evaluates as well as trains."""
+    """Extends a trainer that can evaluate. The kit asks for it only where a group has tokens."""
 
     def evaluate(self, group: Group) -> float:
         """Returns Σ wᵢ ℓᵢ / Σ wᵢ over the tokens of all ranks, and changes nothing."""
@@ -83,22 +83,22 @@ class Evaluating(Protocol):
 
 @runtime_checkable
 class Resumable(Protocol):
-    """Saves its state, which can be put back after a fresh ``start``."""
+    """Extends a trainer that can save its state, and load it after a fresh ``start``."""
 
     def save(self) -> Any:
         """Returns all that the trainer needs to go on, which later updates must not change."""
 
     def load(self, saved: Any) -> None:
-        """Goes on from a saved state."""
+        """Goes on from a state that ``save`` returned."""
 
 
 @runtime_checkable
 class Switchable(Protocol):
-    """Has several ways to do one thing, which must agree."""
+    """Extends a trainer that has settings, such as other kernels, whose results must agree."""
 
     @property
     def settings(self) -> Sequence[str]:
-        """Names the ways."""
+        """Returns the names of the settings."""
 
     def select_setting(self, setting: str) -> None:
-        """Takes this way from the next ``start`` on."""
+        """Selects a setting, which holds from the next ``start`` on."""

@@ -18,14 +18,14 @@ _SEEDS = itertools.count(1)
 
 
 class _GlobalState(NamedTuple):
-    """Reads a piece of global state, and puts it back."""
+    """Holds the functions that read and write one piece of global state."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]
 
 
 def _call_numpy(function: str, *args: Any) -> Any:
-    """Calls a function of NumPy's global generator, if NumPy has been imported."""
+    """Calls a function of ``numpy.random``; returns None if NumPy has not been imported."""
     if "numpy" not in sys.modules:
         return None
     generator = sys.modules["numpy"].random
@@ -127,7 +127,10 @@ class Watch:
         self._changed_inputs += [("inputs", name) for name in names]
 
     def changed(self) -> list[tuple[str, str]]:
-        """Lists what is not as it was: "inputs" or "global state", and a name."""
+        """Lists what has changed since ``Watch()``, as pairs of a kind and a name.
+
+        The kind is "inputs" or "global state".
+        """
         changed = list(self._changed_inputs)
         for name, state in _read_state().items():
             if not _is_equal(state, self._before[name]):
@@ -135,7 +138,7 @@ class Watch:
         return changed
 
     def end(self) -> None:
-        """Puts the global state back."""
+        """Puts all global state back as it was before ``Watch()``."""
         for name, state in STATE.items():
             state.write(self._original[name])
 
@@ -160,6 +163,6 @@ def _is_equal(x: Any, y: Any) -> bool:
 
 
 def equal_or_nan(x: Tensor, y: Tensor) -> Tensor:
-    """Tells where two tensors are equal; NaN in both is equal, too."""
+    """Returns the mask of the elements in which two tensors are equal, or both NaN."""
     both_nan = x.isnan() & y.isnan()
     return (x == y) | both_nan

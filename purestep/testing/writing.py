@@ -33,12 +33,12 @@ class Row:
         return sum(self.weights)
 
     def append(self, weight: int, value: Any) -> None:
-        """Adds a token."""
+        """Adds a token at the end of the row."""
         self.weights.append(weight)
         self.values.append(value)
 
     def with_weights_of(self, other: Row) -> Row:
-        """Returns a row with the weights, and so the length, of another."""
+        """Returns a row with the weights and length of another; values repeat, or are left out."""
         values = itertools.cycle(self.values)
         row = Row()
         for weight in other.weights:
@@ -46,7 +46,7 @@ class Row:
         return row
 
     def padded(self, length: int, value: Any) -> Row:
-        """Returns a row that ends with tokens of weight 0."""
+        """Returns a row that is lengthened to ``length`` by tokens of this value and weight 0."""
         missing = length - len(self.weights)
         weights = self.weights + [0] * missing
         values = self.values + [value] * missing
@@ -68,7 +68,7 @@ Value: TypeAlias = tuple[float, float, float]
 
 
 def _scale_values(x_scale: float, y_scale: float) -> list[Value]:
-    """Lists x (of two features) and y from -2 to 2, the simplest first, and scales them."""
+    """Lists all integers x₁, x₂ and y from -2 to 2, by their summed magnitude, and scales them."""
     integers = range(-2, 3)
     values = list(itertools.product(integers, integers, integers))
     values.sort(key=lambda value: sum(abs(number) for number in value))
@@ -87,9 +87,10 @@ FINE = _scale_values(0.1, 0.1)
 
 
 class Part(NamedTuple):
-    """Selects a microbatch: rows and columns of a batch, by number; -1 counts for nothing.
+    """Selects a microbatch: rows and columns of a batch, by number.
 
-    Without ``columns`` it has all of them.
+    The number -1 stands for padding, which counts for nothing. Without ``columns`` it has all of
+    them.
     """
 
     rows: Sequence[int]
@@ -109,9 +110,10 @@ Layout: TypeAlias = Sequence[Sequence[Part]]
 def draw_padding(
     draw: Draw, layout: Layout, length: int, *, inside: bool, added: bool
 ) -> Layout:
-    """Pads microbatches: by rows anywhere, by columns anywhere if ``inside``, else at the end.
+    """Returns a layout with drawn padding in its microbatches, which have all ``length`` columns.
 
-    With ``added`` it may insert microbatches in which nothing counts. Something is always padded.
+    Rows are inserted anywhere, columns anywhere if ``inside``, else at the end. With ``added`` it
+    may insert microbatches in which nothing counts. Something is always padded.
     """
     columns = list(range(length))
     padded = []
@@ -135,7 +137,7 @@ def draw_padding(
 def _insert_some(
     draw: Draw, items: Sequence[T], new: T, *, inside: bool = True
 ) -> list[T]:
-    """Inserts up to two new items, anywhere or at the end alone."""
+    """Returns the items with up to two new ones: anywhere if ``inside``, else at the end."""
     longer = list(items)
     for item_draw in draw.many(range(3)):
         end = len(longer)
@@ -149,7 +151,7 @@ def _is_padded(part: Part) -> bool:
 
 
 def lay_out_group(batch: Batch, task: Task, layout: Layout) -> Group:
-    """Takes the microbatches of each rank out of a batch."""
+    """Returns the microbatches of each rank, cut out of a batch. The task fills the padding."""
     group = []
     for share in layout:
         group.append([_write_part(batch, task, part) for part in share])
@@ -166,7 +168,10 @@ def _write_part(batch: Batch, task: Task, part: Part) -> Batch:
 
 
 def _select(x: Tensor, dim: int, numbers: Sequence[int], fill: float) -> Tensor:
-    """Selects rows or columns by number, filled where the number is -1; all without numbers."""
+    """Selects rows or columns by number, and fills those whose number is -1.
+
+    Returns ``x`` itself without numbers, or if it has no such dimension.
+    """
     if not numbers or dim >= x.ndim:
         return x
     index = torch.tensor(numbers)
@@ -185,11 +190,14 @@ def microbatches(
     most_length: int = 12,
     keyed: bool = False,
 ) -> tuple[Batch, list[list[int]]]:
-    """Draws a batch of small numbers, and the rows of each of its microbatches.
+    """Draws a batch of small numbers, and the row numbers of each of its microbatches.
 
-    Each microbatch has weight, but for "empty ones". ``difference`` says how they differ, one of
-    ``KINDS``; empty: in any way. Most numbers are integers; in half of the batches the weights' sum
-    is a power of two, so that nothing rounds. Such numbers hide in which dtype a trainer computes.
+    There is one microbatch for each of ``parts``. Each has weight, but for "empty ones".
+    ``difference`` says how they differ, one of ``KINDS``; empty: in any way. ``keyed`` adds "key",
+    the numbers of the rows.
+
+    Most numbers are integers. Where the rows' weights may differ, their sum is often rounded up to
+    a power of two, so that nothing rounds. Such numbers hide in which dtype a trainer computes.
     """
     groups = _draw_rows(draw, capabilities, parts, most_rows, most_length)
     empty = _draw_empty(parts, difference)
@@ -224,7 +232,7 @@ def _draw_rows(
     most_rows: int,
     most_length: int,
 ) -> list[Rows]:
-    """Draws the rows of each microbatch, token by token."""
+    """Draws 1 to ``most_rows`` rows for each of ``parts``, of 1 to ``most_length`` tokens each."""
     weights = [1, 0]
     if not _has_mask(capabilities):
         weights = draw.one(WEIGHTS)
@@ -253,7 +261,10 @@ def _has_mask(capabilities: Capabilities) -> bool:
 
 
 def _draw_empty(parts: Sequence[Draw], difference: str) -> list[bool]:
-    """Draws which microbatches are empty: some of "empty ones", but not all."""
+    """Draws which microbatches are empty: none, unless ``difference`` is "empty ones".
+
+    Then some of two or more microbatches are, but not all.
+    """
     if difference != "empty ones":
         return [False] * len(parts)
     empty = [part.one([False, True]) for part in parts]
@@ -269,7 +280,7 @@ def _are_equal(values: Sequence[int]) -> bool:
 def _fix_empty(
     capabilities: Capabilities, groups: list[Rows], empty: Sequence[bool]
 ) -> None:
-    """Takes all weight from the empty microbatches; the others get some if they have none."""
+    """Takes all weight from empty microbatches, in place; the others get some if they have none."""
     for rows, is_empty in zip(groups, empty, strict=True):
         if is_empty:
             for row in rows:
@@ -299,7 +310,10 @@ def _total(rows: Rows) -> int:
 
 
 def _add_weight(row: Row, capabilities: Capabilities) -> None:
-    """Adds 1 to the weight of a row: by one more token if weights are at most 1."""
+    """Adds 1 to the weight of a row, at its first token with weight, or else its first token.
+
+    If weights are at most 1, a row that has weight gets one more token instead.
+    """
     counted = [i for i, weight in enumerate(row.weights) if weight]
     first = counted[0] if counted else 0
     if counted and _has_mask(capabilities):
@@ -323,7 +337,10 @@ def _round_up_total(rows: Rows, capabilities: Capabilities) -> None:
 
 
 def _draw_batch(draw: Draw, capabilities: Capabilities, rows: Rows) -> Batch:
-    """Writes rows as tensors; shorter ones are padded."""
+    """Writes rows as tensors "x", "y" and "w", or as text if the task has a vocabulary.
+
+    Shorter rows end with padding. Weights that may be "any" are divided by a drawn number.
+    """
     if capabilities.task.vocabulary:
         return _draw_text(draw, capabilities.task, rows)
     ignored = capabilities.task.ignored
@@ -342,7 +359,11 @@ def _draw_batch(draw: Draw, capabilities: Capabilities, rows: Rows) -> Batch:
 
 
 def _draw_text(draw: Draw, task: Task, rows: Rows) -> Batch:
-    """Writes rows as tokens, attention mask and labels; each gets a first token of weight 0."""
+    """Writes rows as tokens, attention mask and labels; each gets a first token of weight 0.
+
+    Labels are -100 where the weight is 0. If the task does not count the first label, a draw
+    decides whether the first token has one.
+    """
     texts = []
     for row in rows:
         # The first token of a row is predicted by none.
@@ -380,8 +401,9 @@ def _stack_rows(rows: Rows, fill: Any, dtype: torch.dtype) -> tuple[Tensor, Tens
 def draw_problem(
     draw: Draw, capabilities: Capabilities, *, dropout: float = 0.0
 ) -> Problem:
-    """Draws a model of small integers, and SGD with or without momentum and weight decay.
+    """Draws a linear model of small integers, and SGD for it.
 
+    The learning rate is drawn; momentum and weight decay are, too, if the trainer can have them.
     A task with a model keeps it, without momentum, weight decay or dropout.
     """
     task = capabilities.task

@@ -76,7 +76,10 @@ def clone(leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def cast(column: Column, like: Column) -> Column:
-    """Casts a column to the dtype of another one of the same shapes, unless it has that."""
+    """Returns a column in the dtype of ``like``: itself if it has that, else new tensors.
+
+    Both have the same shapes.
+    """
     if column[0].dtype == like[0].dtype:
         return column
     # The memory comes from a clone: to allocate tensor by tensor would be a call for each.
@@ -86,7 +89,7 @@ def cast(column: Column, like: Column) -> Column:
 
 
 def scale_(leaves: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiplies all leaves by one number, which may lie on their device.
+    """Multiplies all leaves in place by one number, which may lie on their device.
 
     >>> import torch
     >>> leaves = [torch.ones(1), torch.ones(1, dtype=torch.float64)]
@@ -99,7 +102,7 @@ def scale_(leaves: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def divide_(leaves: Sequence[Tensor], divisor: Tensor) -> None:
-    """Divides all leaves by a scalar tensor.
+    """Divides all leaves in place by a scalar tensor.
 
     >>> import torch
     >>> leaves = [torch.ones(1)]
@@ -112,7 +115,10 @@ def divide_(leaves: Sequence[Tensor], divisor: Tensor) -> None:
 
 
 def as_number(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """Converts a number for foreach kernels: reads a tensor on the host, casts one on a device."""
+    """Converts a number for foreach kernels.
+
+    Reads a tensor on the host, casts one on a device to the dtype of ``like``, and keeps others.
+    """
     if not isinstance(value, Tensor):
         return value
     if value.is_cpu:

@@ -26,6 +26,8 @@ LeavesFn: TypeAlias = Callable[[list[Tensor]], Tensor]
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which values of ``dtype`` are summed: int64, or at least float32.
 
+    int64 is for bool and integers. Complex values are summed in complex64 at least.
+
     >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.bool)
     (torch.float32, torch.int64)
     """
@@ -39,7 +41,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def global_norm(tree: Tree) -> Tensor:
     """Returns ‖tree‖₂ over all leaves; for a ``Shard``, over all ranks of its axis.
 
-    Its gradient at zero is zero.
+    It is a scalar in float32 at least, and 0 without leaves. Its gradient at zero is zero.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
@@ -80,7 +82,11 @@ def global_norm(tree: Tree) -> Tensor:
 def _sum_over_axes(
     compute: LeavesFn, leaves: list[Tensor], specs: ShardSpecs
 ) -> Tensor:
-    """Sums ``compute`` of all leaves; of shards, over their axes, in one order on all ranks."""
+    """Sums ``compute``, a scalar of a list of leaves, over all leaves and all shards.
+
+    It is called once for each set of axes, with the padding of shards at 0, and summed over them
+    by psum. All ranks run these collectives in one order.
+    """
     # Not a dict: torch 2.11's compiler hashes no axes.
     kinds: list[tuple[Any, ...]] = []
     groups: list[list[Tensor]] = []
@@ -135,7 +141,10 @@ def _sqrt(total: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Computes ‖x‖₂, with derivatives of zero at zero: torch's second one is NaN there."""
+    """Computes ‖x‖₂ in float32 at least, with derivatives of zero at zero.
+
+    torch's second derivative is NaN there.
+    """
     dtype = accumulation_dtype(x.dtype)
     has_nonzero = (x != 0).any()
     safe = torch.where(has_nonzero, x, 1)
@@ -144,7 +153,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def all_finite(tree: Tree) -> Tensor:
-    """Returns whether all leaves are finite; for a ``Shard``, on all ranks of its axis.
+    """Returns whether all leaves are finite, as a scalar; of a ``Shard``, on all its axis's ranks.
 
     >>> all_finite({"w": torch.tensor([1.0, float("nan")])}), all_finite({})
     (tensor(False), tensor(True))
@@ -164,9 +173,10 @@ def _has_nonfinite(leaves: list[Tensor]) -> Tensor:
 
 
 def _leaves_finite(leaves: list[Tensor]) -> Tensor:
+    device = leaves[0].device if leaves else None
     leaves = [leaf for leaf in leaves if leaf.numel()]
     if not leaves:
-        return torch.tensor(True)
+        return torch.tensor(True, device=device)
     parts = []
     if leaves[0].is_cpu or not is_plain_eager(leaves):
         # The extremes are finite if all values are, and nothing is written to find them.

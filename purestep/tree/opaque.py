@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tensors_in(leaf: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a leaf: itself, or those in its items and fields.
+    """Yields the tensors of a leaf: itself, or those in mappings, lists, tuples and dataclasses.
 
     >>> import torch
     >>> from collections import UserDict

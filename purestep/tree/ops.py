@@ -31,20 +31,20 @@ def detach(tree: Tree) -> Tree:
 
 
 def detach_leaves(leaves: Sequence[Any]) -> list[Any]:
-    """Detaches the tensors among leaves."""
+    """Detaches the tensors among leaves; others stay as they are."""
     return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Moves a tensor to a device, or returns it if it is there.
 
-    Waits only for copies to the CPU, which could read them too early.
+    The host waits for copies to the CPU, which it could read too early, but for no others.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def format_leaf(leaf: Any) -> str:
-    """Formats a leaf's dtype and shape, for messages.
+    """Formats a leaf for messages: a tensor's dtype and shape, a string itself, else the type.
 
     >>> format_leaf(torch.ones(2, 3))
     'torch.float32 of shape (2, 3)'
@@ -92,7 +92,10 @@ def _leaves_by_path(tree: Tree, name: str) -> dict[str, Any]:
 
 
 def _signature(leaf: Any) -> Any:
-    """Returns what two leaves must share; one dtype of sums is as good as another."""
+    """Returns what two leaves must share: the shape and dtype, or the type of other leaves.
+
+    All ``FLOAT_DTYPES`` count as one dtype.
+    """
     if not isinstance(leaf, Tensor):
         return type(leaf)
     if leaf.dtype in FLOAT_DTYPES:
@@ -134,8 +137,9 @@ def where(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
 def copy_(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     """Writes ``new`` over ``old``, in its buffers, if ``condition`` is True (None: always).
 
-    If autograd or a transform follows the values, it returns new tensors instead. Raises unless
-    both have the same containers, shapes and dtypes.
+    Returns the tree of these buffers. If autograd or a transform follows the values, ``old`` stays
+    as it is, and the values are returned in other tensors. Raises unless both have the same
+    containers, shapes and dtypes.
 
     >>> old = {"w": torch.zeros(2)}
     >>> copy_(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old
@@ -159,7 +163,11 @@ def copy_(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
 
 
 def _map_pairs(fn: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> Tree:
-    """Applies ``fn`` to corresponding leaves, which must agree in shape and dtype."""
+    """Returns a tree of ``fn(new_leaf, old_leaf)`` of corresponding leaves.
+
+    Before the first call it raises ValueError unless both trees have the same containers, and
+    tensors of the same shapes and dtypes.
+    """
     old_leaves, spec = flatten(old)
     new_leaves = leaves_matching(spec, new)
     # All pairs are compared before ``fn`` writes to the first one.
@@ -181,7 +189,10 @@ def _map_pairs(fn: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> 
 
 
 def match_strides(leaf: Tensor, total: Tensor) -> Tensor:
-    """Returns ``total`` with the strides of ``leaf``: kernels read both side by side."""
+    """Returns ``total``, or a copy of it with the strides of ``leaf`` if these differ.
+
+    Kernels read both side by side.
+    """
     if total.stride() == leaf.stride():
         return total
     strided = torch.empty_like(leaf, dtype=total.dtype)

@@ -37,7 +37,7 @@ class Shard:
         local: this rank's part of the tensor; or how that is sharded in turn.
         axis: the axis whose ranks hold the shards.
         shape: the shape of the full tensor.
-        dim: the dimension that is sharded.
+        dim: the dimension that is sharded; a negative one counts from the end.
 
     >>> from purestep import VmapAxis, tree
     >>> axis = VmapAxis(2)
@@ -87,7 +87,7 @@ class Shard:
 
     @property
     def spec(self) -> ShardSpec:
-        """Says how the tensor is sharded."""
+        """Returns axis, full shape and dimension of this ``Shard``, not of one inside."""
         return ShardSpec(self.axis, self.shape, self.dim)
 
 
@@ -108,7 +108,7 @@ class ShardSpec(NamedTuple):
         return (self.axis, *self.outer.axes)
 
     def within(self, outer: ShardSpec) -> ShardSpec:
-        """Returns the spec of a leaf that is sharded like this inside of another ``Shard``."""
+        """Returns the spec of the same leaf inside of one more ``Shard``, of spec ``outer``."""
         if self.outer is None:
             return self._replace(outer=outer)
         return self._replace(outer=self.outer.within(outer))
@@ -127,7 +127,7 @@ class ShardSpec(NamedTuple):
 
     @property
     def shard_len(self) -> int:
-        """Returns the length of a shard along ``dim``; the last ones may be shorter."""
+        """Returns the length ⌈n / size⌉ of a shard along ``dim``; the last ones may be shorter."""
         return int(-(-self.full_len // self.axis.size))
 
     @property
@@ -148,7 +148,10 @@ class ShardSpec(NamedTuple):
 
     @property
     def local_block(self) -> list[tuple[int, int]]:
-        """Returns start and length of this rank's part, along each dimension of the full tensor."""
+        """Returns start and length of this rank's part, along each dimension of the full tensor.
+
+        The full tensor is that of the outermost ``Shard``. Raises TypeError as ``local_range``.
+        """
         block = []
         for length in self.shape:
             block.append((0, length))
@@ -163,16 +166,17 @@ class ShardSpec(NamedTuple):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Returns the shape of this rank's shard."""
+        """Returns the shape of this rank's shard, with its padding where ranks run one program."""
         length = self.shard_len
         if self.axis.is_multi_program:
             _, length = self.local_range
         return *self.shape[: self.dim], length, *self.shape[self.dim + 1 :]
 
     def matches(self, tensor: Tensor) -> bool:
-        """Tells shards from other state of an optimizer, such as a count, by their dimensions.
+        """Returns whether a tensor of an optimizer's state is a shard, rather than a count.
 
-        Raises if the dimensions are as many, but the shape is not that of this rank's shard.
+        It is one if it has as many dimensions as the full tensor. Raises ValueError if it then does
+        not have the shape of this rank's shard.
         """
         if tensor.ndim != len(self.shape):
             return False
@@ -180,7 +184,7 @@ class ShardSpec(NamedTuple):
         return True
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Raises if a tensor does not have the shape of this rank's shard."""
+        """Raises ValueError, with this name, unless a tensor has the shape of this rank's shard."""
         if tuple(tensor.shape) != self.local_shape:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, but this rank's piece of a tensor of "

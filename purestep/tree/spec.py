@@ -45,7 +45,7 @@ def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Tree:
 
 
 def _rebuild(spec: TreeSpec, leaves: Iterator[Any], *, pruned: bool = False) -> Tree:
-    """Builds a tree node by node; ``pruned`` makes ``()`` of containers that hold only ``()``."""
+    """Builds a tree node by node; ``pruned`` makes ``()`` of containers with nothing but ``()``."""
     if spec.is_leaf():
         return next(leaves)
     children = []
@@ -59,7 +59,7 @@ def _rebuild(spec: TreeSpec, leaves: Iterator[Any], *, pruned: bool = False) -> 
 
 
 def shard_specs(spec: TreeSpec) -> ShardSpecs:
-    """Returns how each leaf of a tree is sharded; ``()`` if none is."""
+    """Returns how each leaf is sharded, None for a leaf that is not; ``()`` if none is."""
     if hasattr(spec, "walk"):
         # A spec has the namespace only if one of its nodes is registered there, as ``Shard`` is. A
         # step asks several times, so the usual answer, that there is none, is fast.
@@ -86,7 +86,7 @@ def _collect_shard_specs(
 
 
 def _traced_shard_specs(spec: TreeSpec) -> list[ShardSpec | None]:
-    """Collects the shard specs of a tree in a trace."""
+    """Returns how each leaf is sharded, None for others, of a spec that a compiler traces."""
     if spec.is_leaf():
         return [None]
     metadata = torch_private.traced_metadata(spec)
@@ -134,7 +134,7 @@ def map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def leaves_matching(spec: TreeSpec, tree: Tree) -> list[Any]:
-    """Returns the leaves of a tree, and raises if its containers are not those of ``spec``.
+    """Returns the leaves of a tree; raises ValueError if its containers are not those of ``spec``.
 
     >>> leaves_matching(flatten({"a": 1, "b": 2})[1], {"a": 3, "b": 4})
     [3, 4]
@@ -175,6 +175,8 @@ def is_same_spec(one: TreeSpec, other: TreeSpec) -> bool:
 def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
     """Returns, for each leaf of ``tree``, the leaf of ``prefix`` above it; dicts pair by key.
 
+    Raises ValueError if ``prefix`` has other containers than the top of ``tree``.
+
     >>> broadcast_prefix({"a": "all of it", "b": "one"}, {"a": [1, 2], "b": 3})
     ['all of it', 'all of it', 'one']
     """
@@ -206,7 +208,9 @@ def _broadcast(prefix: Tree, spec: TreeSpec) -> list[Any]:
 
 
 def subset(spec: TreeSpec, leaves: Sequence[Any], positions: Set[int]) -> Tree:
-    """Builds a tree of some of its leaves, by position, with ``()`` in place of others.
+    """Builds the tree of ``spec`` with the leaves at these positions alone.
+
+    Other leaves, and containers without any such leaf, become ``()``.
 
     >>> params = {"a": [1, 2], "b": {"c": 3}}
     >>> subset(flatten(params)[1], leaves(params), {1})

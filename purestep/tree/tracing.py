@@ -61,7 +61,7 @@ def unwrap_functorch(leaf: Any) -> Any:
 
 
 def any_requires_grad(tree: Tree) -> bool:
-    """Returns whether autograd follows any leaf, also in mappings that are leaves.
+    """Returns whether any leaf requires grad, or a tensor inside a leaf: a mapping or dataclass.
 
     >>> any_requires_grad([torch.ones(2), torch.ones(2, requires_grad=True)])
     True
@@ -70,7 +70,7 @@ def any_requires_grad(tree: Tree) -> bool:
 
 
 def leaves_require_grad(leaves: Sequence[Any]) -> bool:
-    """Computes ``any_requires_grad`` of a tree's leaves."""
+    """Returns whether any of a tree's leaves requires grad, as ``any_requires_grad`` does."""
     for leaf in leaves:
         if type(leaf) is Tensor or isinstance(leaf, Tensor):
             if leaf.requires_grad:
@@ -83,7 +83,7 @@ def leaves_require_grad(leaves: Sequence[Any]) -> bool:
 
 
 def views_for_dynamo(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns views of leaves that ``torch.func`` differentiates, where a compiler traces.
+    """Returns views of leaves that ``torch.func`` differentiates; without a compiler, the leaves.
 
     Dynamo does not see that such a leaf itself requires grad. A ``torch.autograd.Function`` of it
     would lose its ``backward`` (pytorch/pytorch#193279).
@@ -95,6 +95,8 @@ def views_for_dynamo(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def concrete(tensor: Tensor) -> Tensor | None:
     """Returns the values below all wrappers of ``torch.func``; None if the host has none to read.
+
+    It has none in a trace, for a tensor on a device, or for a subclass of ``Tensor``.
 
     >>> torch.vmap(lambda x: x + concrete(x).sum())(torch.tensor([1.0, 2.0]))
     tensor([4., 5.])
