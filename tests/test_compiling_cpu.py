@@ -17,7 +17,9 @@ from purestep.compiling.cpu import (
     MIN_USERS_PER_VALUE,
     hoist_scalars,
     inductor_options,
+    onednn_is_faster,
     onednn_matmul,
+    rewrite_graph,
     split_addmm,
     use_onednn,
 )
@@ -127,6 +129,14 @@ def test_what_is_kept_is_what_many_elements_use() -> None:
     """The power and what is made of it stay together."""
     operators = operators_computed_once(Powers(1, divide_by_power))
     assert operators.index(KEPT) == operators.index("aten.div.Tensor") - 1
+
+
+def test_large_products_go_to_onednn_where_it_is_faster() -> None:
+    x = torch.ones(SIDE, SIDE)
+    operators = operators_after(rewrite_graph, torch.mm, x, x)
+    cpu_name = torch.cpu.get_capabilities().get("cpu_name", "")
+    (operator,) = operators
+    assert ("purestep.product" in operator) == onednn_is_faster(cpu_name)
 
 
 def costly(x: Tensor) -> Tensor:

@@ -232,6 +232,15 @@ def test_prefetch_abandoned_leaves_no_thread() -> None:
     assert len(list(group)) == 3, "again, from the host"
 
 
+def test_prefetch_has_ended_its_thread_when_it_is_closed() -> None:
+    for _ in range(20):
+        groups = ps.prefetch([labelled(1)] * 9, "cpu")
+        next(groups)
+        thread = prefetch_thread()
+        groups.close()
+        assert not thread.is_alive()
+
+
 @pytest.mark.timeout(30)
 def test_prefetch_waits_for_no_source() -> None:
     """Sources that have stalled are left where they are, and not read when they come back."""

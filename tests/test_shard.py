@@ -275,3 +275,19 @@ def test_refused(case: str) -> None:
     refused = REFUSED[case]
     with pytest.raises(refused.error, match=refused.message):
         refused.act()
+
+
+def test_the_place_of_a_shard_in_a_shard() -> None:
+    """Both are cut along one dimension, where a rank's place is the sum of two."""
+    axis = ThreadAxis(4)
+    dp, tp = axis.split(2, 2)
+    full = torch.arange(24.0).view(8, 3)
+
+    def local_rows(rank: int) -> bool:
+        (local,), spec = tree.flatten(ps.shard(ps.shard(full, tp), dp))
+        (shard_spec,) = tree.shard_specs(spec)
+        assert shard_spec is not None
+        rows, columns = shard_spec.local_block
+        return torch.equal(local, full.narrow(0, *rows).narrow(1, *columns))
+
+    assert all(axis.map(local_rows)(range(4)))

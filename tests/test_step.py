@@ -154,3 +154,19 @@ def test_unsigned_weights_count_and_multiply(dtype: torch.dtype) -> None:
     assert metrics.num_tokens == 3
     assert metrics.num_tokens.dtype == torch.int64
     assert torch.equal(new["w"], expected["w"])
+
+
+def test_losses_of_a_class_of_tensors() -> None:
+    """As a loss of ``torchvision``'s tensors is: the host reads no value of them."""
+
+    class Image(Tensor):
+        pass
+
+    def loss_of_images(params: Any, m: Any) -> Tensor:
+        return loss_fn(params, m).as_subclass(Image)
+
+    step = ps.make_update_step(loss_of_images, SGD, weight_fn=weight_fn)
+    actual = step(PARAMS, SGD.init(PARAMS), [MICROBATCH])
+    expected = run_step()
+    assert torch.equal(actual[0]["w"], expected[0]["w"])
+    assert torch.equal(torch.Tensor(actual[2].loss), expected[2].loss)

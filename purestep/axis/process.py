@@ -213,6 +213,10 @@ def _split_by_dtype(leaves: Sequence[Tensor], max_bytes: int) -> Iterator[list[i
     """Yields positions of leaves of one dtype and device: ``max_bytes`` at most, or a single leaf.
 
     Empty leaves are left out.
+
+    >>> leaves = [torch.ones(2), torch.ones(0), torch.ones(2), torch.ones(1)]
+    >>> [*_split_by_dtype(leaves, max_bytes=16)]
+    [[0, 2], [3]]
     """
     open_parts: dict[Any, list[int]] = {}
     num_bytes: dict[Any, int] = {}

@@ -193,6 +193,8 @@ def format_names(names: Iterable[str]) -> str:
 
     >>> format_names("abcdef")
     'a, b, c, d, e, ...'
+    >>> format_names("abcde")
+    'a, b, c, d, e'
     >>> format_names([])
     'none'
     """
