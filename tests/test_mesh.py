@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import purestep as ps
 from purestep import tree
+from purestep.nn.tensor_parallel import axis_of
 from purestep.testing.processes import World, values
 from support.ranks import Run
 from support.strategies import assert_same
@@ -145,6 +146,10 @@ def check_axes_of_a_grid(rank: int) -> None:
         indices = ps.all_gather(axis.index, axis)
         assert indices.tolist() == list(range(axis.size))
 
+    nameless = axis_of(DeviceMesh("cpu", [0, 1, 2, 3]))
+    assert repr(nameless) == "MeshAxis('tp', 4 ranks)"
+    assert ps.psum(torch.tensor(10**rank), nameless) == 1111
+
     cp_axis = ps.MeshAxis(grid(), "cp")
     assert cp_axis == ps.MeshAxis(grid(), "cp")
     assert cp_axis != ps.MeshAxis(grid(), "dp")
@@ -156,6 +161,10 @@ def check_axes_of_two_meshes(rank: int) -> None:
     both = ps.MeshAxis(grid(), ("dp", "cp"))
     with pytest.raises(ValueError, match="make both axes of one mesh"):
         both.complement(ps.MeshAxis(other_grid, "cp"))
+    dp_axis = ps.MeshAxis(grid(), "dp")
+    for axis, inner in [(both, both), (dp_axis, ps.MeshAxis(grid(), "cp"))]:
+        with pytest.raises(ValueError, match="not one or several of its dimensions"):
+            axis.complement(inner)
     dp = both.complement(ps.MeshAxis(grid(), "cp"))
     assert dp.global_ranks == {rank, (rank + 2) % 4}
     with pytest.raises(ValueError, match="make both axes of one mesh"):
