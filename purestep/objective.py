@@ -133,17 +133,18 @@ def weighted_sum(
 
 
 def as_loss_output(output: object) -> LossOutput:
-    """Converts the output of a loss function to ``LossOutput``, with ``()`` for an ``aux`` of None.
+    """Makes a ``LossOutput`` of what a loss returns: its losses alone, or a ``LossOutput``.
 
-    Raises ``TypeError`` unless losses are floating-point and ``aux`` has tensors only. Raises
-    ``ValueError`` unless ``microbatch_loss`` is None or a scalar.
+    An ``aux`` of None becomes ``()``. Raises ``TypeError`` unless losses are a floating point
+    tensor and ``aux`` has tensors only. Raises ``ValueError`` unless ``microbatch_loss`` is None or
+    a tensor without dimensions.
     """
     terms = output
     if not isinstance(terms, LossOutput):
         terms = LossOutput(output)  # type: ignore[arg-type]
     losses = terms.losses
     if not isinstance(losses, Tensor) or not losses.is_floating_point():
-        actual = losses.dtype if isinstance(losses, Tensor) else type(output).__name__
+        actual = losses.dtype if isinstance(losses, Tensor) else type(losses).__name__
         raise TypeError(
             "loss_fn must return a floating point tensor, one loss per token, or name the parts as "
             f"ps.LossOutput(losses, microbatch_loss=..., aux=...); got {actual}"

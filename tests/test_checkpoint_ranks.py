@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from purestep.checkpoint.folder import Block
@@ -415,3 +416,19 @@ def test_ranks_keep_the_last_ones(three: World, tmp_path: Path) -> None:
     ):
         assert error == "ValueError"
         assert re.search("holds step 4, which is later than 1", text)
+
+
+def load_part_of_part(_: int, path: Path) -> None:
+    """Loads shards in shards, along one dimension and along two."""
+    grid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    dp, tp = ps.MeshAxis(grid, "dp"), ps.MeshAxis(grid, "tp")
+    full = torch.arange(48.0).view(8, 6)
+    for dim in (0, 1):
+        expected = ps.shard(ps.shard(full, tp, dim), dp)
+        like = zeros_like(expected)
+        assert_same_bits(ps.checkpoint.load(path, {"w": like})["w"], expected)
+
+
+def test_a_file_is_loaded_into_shards_in_shards(world: World, path: Path) -> None:
+    ps.checkpoint.save(path, {"w": torch.arange(48.0).view(8, 6)})
+    call_on_all_ranks(world, load_part_of_part, path)

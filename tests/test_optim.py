@@ -459,6 +459,11 @@ BAD_ARGUMENTS: list[Refusal] = [
         ValueError,
         "2 schedules have 1 boundaries between them, but 2 were given",
     ),
+    (
+        lambda: optim.join_schedules([abs, abs, abs], [10, 5]),
+        ValueError,
+        r"boundaries=\[10, 5\] must increase, from above 0",
+    ),
 ]
 
 

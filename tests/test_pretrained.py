@@ -417,3 +417,21 @@ def test_a_header_that_names_no_tensors(tmp_path: Path) -> None:
     path.write_bytes((2).to_bytes(8, "little") + b"[]")
     with pytest.raises(ValueError, match="cut short"):
         load_safetensors(path, like={"weight": torch.ones(1)})
+
+
+DTYPES = [
+    torch.complex64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_export_writes_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+    tree = {"w": torch.tensor([1.0, 2.0]).to(dtype)}
+    export_safetensors(tmp_path / "model.safetensors", tree)
+    assert_same(load_safetensors(tmp_path / "model.safetensors", like=tree), tree)

@@ -66,6 +66,7 @@ TUPLE = r"one loss per token, or name the parts as ps\.LossOutput\(losses.* got 
 NO_LOSSES: list[tuple[Callable[[Tensor], Any], str]] = [
     (lambda losses: 3.0, NO_LOSS),
     (lambda losses: None, NO_LOSS),
+    (lambda losses: ps.LossOutput(5), rf"{NO_LOSS}.* got int"),  # type: ignore[arg-type]
     (lambda losses: torch.tensor([1, 2]), NO_LOSS),
     (lambda losses: (losses, 1), TUPLE),
 ]

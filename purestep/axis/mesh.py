@@ -200,7 +200,9 @@ class MeshGroup(NamedTuple):
     dims: str
 
     def begin(self, op: str, flat: Tensor) -> Tensor:
-        """Launches a collective on a vector, by the functional collectives, which compile.
+        """Launches "psum", "all_gather" or "psum_scatter" on a vector.
+
+        These are torch's functional collectives, which compile.
 
         Returns the result as a new vector, which ``torch_private.wait`` must wait for.
         """

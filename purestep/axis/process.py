@@ -126,7 +126,7 @@ class ProcessAxis(ABC):
 
     @property
     def index(self) -> Tensor:
-        """Returns the index of this rank, as a scalar tensor."""
+        """Returns the index of this rank, as a scalar tensor on the host."""
         return torch.tensor(self.rank)
 
     @property

@@ -83,8 +83,8 @@ def read_file(path: File, like: NamedLeaves) -> SavedLeaves:
                 if leaf is None or state.format_named_leaf(leaf) != formatted[name]:
                     continue  # check_fit names all such differences.
                 if isinstance(leaf, Shard):
-                    start, length = leaf.spec.local_range
-                    tensor = tensor.narrow(leaf.dim, start, length)
+                    for dim, part in enumerate(leaf.inner_spec.local_block):
+                        tensor = tensor.narrow(dim, *part)
                 state.local_tensor(leaf).copy_(tensor)
             metadata = file.metadata() or {}
     except SafetensorError as error:

@@ -221,9 +221,8 @@ def _to_block(leaf: Tensor | Shard) -> Tensor:
     """
     if isinstance(leaf, Tensor):
         return leaf
-    (local,), spec = trees.flatten(leaf)
-    (shard_spec,) = trees.shard_specs(spec)
-    assert shard_spec is not None
+    (local,) = trees.leaves(leaf)
+    shard_spec = leaf.inner_spec
     for axis in shard_spec.axes:
         if not isinstance(axis, MeshAxis):
             raise TypeError(

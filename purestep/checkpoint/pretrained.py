@@ -34,10 +34,16 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -163,9 +169,10 @@ def _read_leaf(
     leaf: Tensor | Shard,
     device: torch.device | str | None,
 ) -> Tensor | Shard:
-    """Reads a tensor, or this rank's part of it, in the dtype of ``leaf``.
+    """Reads a tensor, or this rank's part of it, in the dtype of ``leaf``, to ``device``.
 
-    Raises ``ValueError`` if ``leaf`` has another shape, or if torch has no such dtype.
+    Raises ``ValueError`` if ``leaf`` has another shape, or if the file's dtype is not in
+    ``_DTYPES``.
     """
     if saved.shape != tuple(leaf.shape):
         raise ValueError(
@@ -178,9 +185,8 @@ def _read_leaf(
             "convert the file"
         )
     if isinstance(leaf, Shard):
-        (local,), spec = tree.flatten(leaf)
-        (shard_spec,) = tree.shard_specs(spec)
-        assert shard_spec is not None
+        (local,) = tree.leaves(leaf)
+        shard_spec = leaf.inner_spec
         default_device = getattr(leaf.axis, "device", "cpu")
         loaded = _read_block(saved, shard_spec.local_block)
         return shard_spec.wrap(_convert(loaded, local, device, default_device))

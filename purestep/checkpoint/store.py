@@ -89,12 +89,13 @@ def load(path: File, like: Tree) -> Tree:
     """Loads a tree into the containers, devices and memory order of ``like``.
 
     Its tensors are new. Names, shapes and dtypes must equal those of ``like``: else ``ValueError``
-    lists the first differences. A file or folder that was cut short or changed is refused.
+    lists the first differences. So does a file or folder that was cut short or changed raise it.
     Loading a file runs no code. A folder holds a pickle, so load no folder that you do not trust.
 
     Any number of ranks can load a checkpoint, whatever number saved it. Where ``like`` has a
     ``Shard``, each rank loads its shard. Where ``like`` has a tensor, each rank loads all of it. If
-    ``like`` has a ``Shard``, all processes call ``load``.
+    ``like`` has a ``Shard``, all processes call ``load`` with one path. If it fails on one rank,
+    that rank raises its error, and the others ``RankError``.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
@@ -236,7 +237,10 @@ def prune_checkpoints(path: Path, keep: int, group: Group) -> None:
 
 
 def _list_matches(folder: File, name: re.Pattern[str]) -> list[Path]:
-    """Lists the files and folders in a folder whose whole names match a pattern."""
+    """Lists the files and folders in a folder whose whole names match a pattern, in any order.
+
+    A folder that is missing has none.
+    """
     return [path for path in Path(folder).glob("*") if name.fullmatch(path.name)]
 
 

@@ -56,6 +56,8 @@ def balance_indices(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
     >>> balance_indices([5, 4, 3, 3, 1], 2)
     [[0, 3], [1, 2, 4]]
+    >>> balance_indices([0, 0, 0, 0], 2)
+    [[0, 2], [1, 3]]
     """
     if ranks < 1:
         raise ValueError(f"balance: {ranks=} must be at least 1")
@@ -64,11 +66,12 @@ def balance_indices(costs: Sequence[float], ranks: int) -> list[list[int]]:
             raise ValueError(
                 f"balance: examples[{i}] costs {cost}: it must be finite and >= 0"
             )
-    loads = [(0.0, rank) for rank in range(ranks)]  # a heap, since it is sorted
+    # A heap, since it is sorted. Numbers of examples spread those that cost nothing.
+    loads = [(0.0, 0, rank) for rank in range(ranks)]
     assignment: list[list[int]] = [[] for _ in range(ranks)]
     costliest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
     for i in costliest_first:
-        load, rank = loads[0]
-        heapq.heapreplace(loads, (load + costs[i], rank))
+        load, num_examples, rank = loads[0]
+        heapq.heapreplace(loads, (load + costs[i], num_examples + 1, rank))
         assignment[rank].append(i)
     return [sorted(indices) for indices in assignment]

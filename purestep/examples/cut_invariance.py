@@ -58,10 +58,10 @@ def pack_by_length(group: Group) -> Group:
     return ps.pack(group, max_tokens=256)
 
 
-def pack_each(group: Group) -> Group:
-    """Makes a microbatch of each example."""
+def pack_each(examples: Group) -> Group:
+    """Makes one microbatch of each example, in order."""
     microbatches = []
-    for example in group:
+    for example in examples:
         microbatches += pack_all([example])
     return microbatches
 

@@ -295,7 +295,10 @@ def plot_losses(axes: Any, llama: Losses, lora: Losses) -> None:
 
 
 def plot_changes(axes: Any, changes: RowChanges) -> None:
-    """Plots how much the loss of two documents changes in a shared row, over their tokens."""
+    """Plots, for each pair of documents, how much its loss changes in a row that both share.
+
+    The row has no borders, or it is packed. The scale is logarithmic, and "0" is below 1e-10.
+    """
     for values, text, color in [
         (changes.joined, "one after the other, no borders", picture.GREY),
         (changes.packed, "ps.pack_documents", picture.GREEN),
@@ -305,7 +308,7 @@ def plot_changes(axes: Any, changes: RowChanges) -> None:
         picture.annotate(
             axes,
             text,
-            (1, max(values)),
+            (1, max(visible)),
             color,
             shift=(0, 8),
             xycoords=("axes fraction", "data"),

@@ -71,9 +71,10 @@ def train(rates: Rates, run: Any) -> Tensor:
 
 
 def sample_run(generator: torch.Generator) -> Any:
-    """Draws ``params``, and ``batches`` of rows of a function that is made of waves.
+    """Draws ``params``, and float64 rows ``x`` and ``y``, under the name ``batches``.
 
-    The rows are enough for all updates and one unseen batch.
+    y is a function of x that is made of waves. The rows are not cut into batches yet: there are
+    ``2 * ROWS`` for each update and for one unseen batch.
     """
     num_batches = UPDATES + 1
     num_rows = 2 * ROWS * num_batches

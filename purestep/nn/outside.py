@@ -55,9 +55,10 @@ def find_mappings(module: Module) -> list[Any]:
 
 
 def _find_references(obj: Any) -> Iterable[Any]:
-    """Finds the objects to which a function, a cell or another object refers.
+    """Lists the objects to which a function, method, ``partial`` or cell refers.
 
-    None for classes, and for objects without ``__dict__``.
+    Of another object, these are the values of its ``__dict__``. A class or an object without
+    ``__dict__``, such as a list, has none.
     """
     if isinstance(obj, MethodType):
         return [obj.__func__, obj.__self__]

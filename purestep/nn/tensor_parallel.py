@@ -126,9 +126,10 @@ def _check_placements(name: str, spec: DTensorSpec) -> None:
 
 
 def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns all tensors, with this rank's part of each DTensor, detached.
+    """Returns all tensors, each DTensor replaced by this rank's part, which is detached.
 
-    The part is a ``Shard`` where ranks of the mesh differ, and a plain tensor where they do not.
+    A sharded DTensor becomes a ``Shard``, a replicated one a plain tensor. Other tensors stay as
+    they are. Meshes must have one dimension.
     """
     axes: dict[int, MeshAxis] = {}
     parts: dict[str, Any] = dict(tensors)
@@ -145,7 +146,10 @@ def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def axis_of(mesh: Any) -> MeshAxis:
-    """Makes the axis of a mesh of one dimension, which is named "tp" if it has no name."""
+    """Makes the axis of a mesh of one dimension.
+
+    Of a mesh without names, the axis lies on a new mesh, which is named "tp".
+    """
     if mesh.mesh_dim_names:
         return MeshAxis(mesh, mesh.mesh_dim_names)
     from torch.distributed.device_mesh import DeviceMesh

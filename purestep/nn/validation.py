@@ -117,8 +117,9 @@ def check_trained(
 def _check_memory(
     params: Mapping[str, Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Raises ``ValueError`` if a param begins at the same address as another tensor.
+    """Raises ``ValueError`` if a param begins at the same address as a later one of ``tensors``.
 
+    ``tensors`` are the params and then all others, so each param meets all that it may share with.
     With ``b.weight.data = a.weight.data``, an optimizer that updates ``a.weight`` updates both. Two
     tensors that do not train may share memory.
     """

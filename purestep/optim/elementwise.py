@@ -290,10 +290,12 @@ def write_group(
     applied: Tensor | None,
     updates: list[Tensor] | None,
 ) -> None:
-    """Applies a formula to a group of rows in place, unless ``applied`` is False.
+    """Applies a formula to a group of rows in place.
 
     The formula of an Optimizer writes to params and slots; then ``updates`` is None. That of a
-    Transform writes to slots, and its results go into ``updates``, at the positions of the rows.
+    Transform writes to slots, and its results go into ``updates``, at the positions of the rows,
+    whatever ``applied`` is. Where ``applied`` is False, params and slots keep their values; None
+    means True.
     """
     if updates is None:
         update_params_(formula, group.columns, applied)

@@ -137,7 +137,7 @@ def join_schedules(
 
     The next one starts at the step of the boundary. All schedules are called at every step, but
     with steps of their intervals only. Raises ``ValueError`` unless there is one boundary between
-    each two schedules.
+    each two schedules, and boundaries increase.
 
     >>> halves = [lambda step: 1.0 * step, lambda step: 5.0 * step]
     >>> join_schedules(halves, [2])(torch.arange(4)).tolist()
@@ -151,6 +151,10 @@ def join_schedules(
         )
 
     starts = [0, *boundaries]
+    if any(end <= start for start, end in itertools.pairwise(starts)):
+        raise ValueError(
+            f"join_schedules: boundaries={[*boundaries]} must increase, from above 0"
+        )
     # Each schedule computes a rate at every step, also where another one is selected. The rate and
     # its derivative must be finite there, because a selection multiplies the derivative by zero. So
     # no schedule sees a step outside of its interval.

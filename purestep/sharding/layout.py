@@ -51,7 +51,10 @@ def shards_over(shard_specs: ShardSpecs, axis: Axis) -> dict[int, ShardSpec]:
 
 
 def reduce_axes(shard_specs: ShardSpecs, axis: Axis) -> list[Axis | None]:
-    """Returns, for each leaf, the axis over which its gradient is still to be summed, or None."""
+    """Returns, for each spec, the axis over which its gradient is still to be summed, or None.
+
+    All ranks call it together, as ``reduce_axis``. A leaf that is not sharded has the spec None.
+    """
     cached: dict[int, Axis | None] = {}
     axes: list[Axis | None] = []
     for shard_spec in shard_specs:

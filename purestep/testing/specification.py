@@ -59,7 +59,8 @@ class ReferenceTrainer:
     def update(self, group: Group) -> None:
         """Computes θ, m ← SGD(∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ, m, θ), if any token has weight.
 
-        Otherwise nothing changes, and 0 is reported as loss and number of tokens.
+        Reports loss, gradient norm and number of tokens. Without a token, nothing changes; loss and
+        number of tokens are reported as 0, and no norm.
         """
         self._reported = {"loss": 0.0, "num_tokens": 0.0}
         batch = join_group(group)

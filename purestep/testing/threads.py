@@ -351,7 +351,7 @@ class _Run:
         self.values: dict[Hashable, Any] = {}
 
     def count_begun(self, rank: int, group: Hashable) -> int:
-        """Counts the collectives of this group that the rank has begun."""
+        """Returns how many collectives of this group the rank has begun."""
         return self._num_begun.get((rank, group), 0)
 
     def join(self, rank: int, call: _Call, x: Tensor) -> _Collective:

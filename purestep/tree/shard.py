@@ -90,6 +90,12 @@ class Shard:
         """Returns axis, full shape and dimension of this ``Shard``, not of one inside."""
         return ShardSpec(self.axis, self.shape, self.dim)
 
+    @property
+    def inner_spec(self) -> ShardSpec:
+        """Returns the spec of the innermost ``Shard``, which has those around it as ``outer``."""
+        spec = self.spec
+        return self.local.inner_spec.within(spec) if is_shard(self.local) else spec
+
 
 class ShardSpec(NamedTuple):
     """Describes how a leaf is sharded: a ``Shard`` without its local tensor."""
