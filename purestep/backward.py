@@ -96,10 +96,10 @@ def make_backward(
     >>> metrics.loss, model.weight.grad
     (tensor(18.6667), tensor([[-18.6667]]))
     """
+    check_can_set_grads(model)
     validation.check_functions(loss_fn, weight_fn, axis)
     settings = StepSettings(weight_fn, axis, normalize, accum_dtype, "step")
     config = check_settings(settings)
-    check_can_set_grads(model)
 
     def loss_of_model(_: Params, microbatch: Microbatch) -> Tensor | LossOutput:
         return loss_fn(model, microbatch)
@@ -153,8 +153,9 @@ def check_can_set_grads(model: object) -> None:
     """Raises ``TypeError`` unless ``model`` is a module without DDP or FSDP in any part."""
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"model must be a torch.nn.Module, got {type(model).__name__}: for a tree of params "
-            "take ps.make_update_step, or ps.accumulate"
+            f"model must be a torch.nn.Module, got {type(model).__name__}: call "
+            "make_backward(model, loss_fn). For a tree of params take ps.make_update_step, or "
+            "ps.accumulate"
         )
     for name, module in model.named_modules():
         class_name = type(module).__name__

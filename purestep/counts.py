@@ -92,7 +92,7 @@ def with_weights(
         raise TypeError(
             f"microbatches must be a sequence of microbatches, got {type(microbatches).__name__}: "
             "cut a stacked batch with ps.split(batch, k), wrap a single microbatch in a list, and "
-            "gather an iterator into one (ps.stack makes one tree of a list)"
+            "take one group at a time of a loader: for microbatches in ps.group(loader, k)"
         )
     if weight_fn is None:
         return WeightedMicrobatches(microbatches, None, None)
@@ -152,7 +152,11 @@ def compute_weights(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
 
     Raises as ``validate_weights`` does.
     """
-    weights = weight_fn(microbatch)
+    try:
+        weights = weight_fn(microbatch)
+    except Exception as error:
+        error.add_note("raised in weight_fn, which is called as weight_fn(microbatch)")
+        raise
     if weight_fn is label_weights and type(weights) is Tensor:
         return weights  # New bools at each call.
     return validate_weights(weights).clone()

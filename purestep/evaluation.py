@@ -74,7 +74,14 @@ def make_eval_step(
         "evaluation": "yes",
     }
 
-    def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
+    def eval_step(
+        params: Params, microbatches: Sequence[Microbatch], /, *others: object
+    ) -> EvalMetrics:
+        if others:
+            raise TypeError(
+                "eval_step(params, microbatches) got more arguments: it takes no opt_state, and "
+                "returns metrics alone"
+            )
         with open_session(axis, gather_once, rank_config, known_launches) as session:
             validation.check_params(params, axis)
             first_leaf: Tensor = tree.leaves(params)[0]

@@ -21,22 +21,42 @@ _TARGET_SIZE = re.compile(
 
 
 @contextmanager
-def annotate_loss_errors() -> Iterator[None]:
+def annotate_loss_errors(first: str, microbatch: Microbatch) -> Iterator[None]:
     """Adds notes to an error that a loss raises in this context, and raises it again.
 
-    The notes say how ``loss_fn`` is called, and what to do where torch refuses the targets' shape.
+    The notes say how ``loss_fn`` is called, with ``first`` as its first argument, and which fields
+    the microbatch has. They also say what to do where torch refuses the targets' shape.
     """
     try:
         yield
     except Exception as error:
         error.add_note(
-            "raised in loss_fn, which is called as loss_fn(params, microbatch): params first, and "
-            "a microbatch of the group second"
+            f"raised in loss_fn, which is called as loss_fn({first}, microbatch): {first} first, "
+            "and a microbatch of the group second"
         )
+        if isinstance(error, KeyError) and isinstance(microbatch, Mapping):
+            error.add_note(f"this microbatch has {[*microbatch]}")
         if _TARGET_SIZE.search(str(error)):
             error.add_note(
                 "torch's cross_entropy wants classes in the second dimension: pass logits.mT, or "
                 "take ps.losses.cross_entropy(logits, labels)"
+            )
+        raise
+
+
+@contextmanager
+def annotate_backward_errors() -> Iterator[None]:
+    """Adds a note to torch's error for a graph that is gone.
+
+    A backward pass inside the loss frees its graph.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            error.add_note(
+                "loss_fn calls .backward(), or keeps a graph from one microbatch to the next: "
+                "leave that out, since the step runs the backward pass"
             )
         raise
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from purestep import tree as trees
 from purestep.tree.shard import Shard, ShardSpec
 from purestep.types import Tree
+from purestep.validation import DONATED, reused_donation_error
 
 NamedLeaf: TypeAlias = Tensor | Shard
 """A tensor, or a ``Shard`` under the name of the full tensor, which is the same on all ranks."""
@@ -226,13 +227,16 @@ def _has_stable_repr(key: Any) -> bool:
 def _detach_plain(name: str, leaf: Any) -> Tensor:
     """Returns a leaf, detached, with conjugation and negation resolved.
 
-    Raises TypeError unless it is a plain dense tensor with values.
+    Raises TypeError unless it is a plain dense tensor with values, and ValueError if it was donated
+    to a step.
     """
     if not isinstance(leaf, Tensor):
         raise TypeError(
             f"{name} is {trees.format_leaf(leaf)}: state is tensors alone; make it one, as in "
             "torch.tensor(3), or leave it out"
         )
+    if DONATED in leaf.__dict__:
+        raise reused_donation_error(name)
     is_plain = type(leaf) in _TENSOR_CLASSES and leaf.layout is torch.strided
     if not is_plain or leaf.is_meta:
         raise TypeError(

@@ -313,21 +313,25 @@ def _path_of(params: Params, position: int) -> str:
 
 
 @contextmanager
-def forbid_writes(params: Params, leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Raises ValueError at the end of the context if the loss has written to params.
+def forbid_writes(value: Tree, name: str) -> Iterator[None]:
+    """Raises ValueError at the end of the context if the loss has written to a tensor of a tree.
 
-    It checks nothing in a transform or a compiler, nor if any leaf is a tensor of inference mode:
-    these have no versions.
+    Under a transform or a compiler it checks nothing. Tensors of inference mode have no version,
+    and are not checked. ``name`` is that of the tree in the error.
     """
-    versions: list[int] = []
-    if tree.is_plain_eager() and not any(leaf.is_inference() for leaf in leaves):
-        versions = [version_counter(leaf) for leaf in leaves]
+    leaves = tree.leaves(value)
+    versions: dict[int, int] = {}
+    if tree.is_plain_eager():
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and not leaf.is_inference():
+                versions[position] = version_counter(leaf)
     yield
-    for position, before in enumerate(versions):
+    for position, before in versions.items():
         if version_counter(leaves[position]) != before:
             raise ValueError(
-                f"loss_fn wrote to {_path_of(params, position)} in place, which is the caller's: "
-                "compute a new tensor, or give a module that updates its buffers a clone of them"
+                f"loss_fn wrote to {tree.paths(value, name)[position]} in place, which is the "
+                "caller's: compute a new tensor, or give a module that updates its buffers a clone "
+                "of them"
             )
 
 

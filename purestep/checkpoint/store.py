@@ -64,6 +64,11 @@ def save(path: File, tree: Tree) -> None:
     ...
     OSError: nowhere/state cannot be written (No such file or directory): name a file in a ...
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"save(path, tree) got a {type(path).__name__} as path: perhaps the arguments are "
+            "swapped"
+        )
     group = save_group(tree)
     leaves = agree_on_leaves(path, tree, group)
     write_folder(path, leaves, group)
@@ -110,6 +115,12 @@ def load(path: File, like: Tree) -> Tree:
     def read() -> SavedLeaves:
         expected = state.named_leaves(like)
         if os.path.isdir(path):
+            last = latest_checkpoint(path)
+            if last is not None:
+                raise ValueError(
+                    f"{os.fspath(path)} is a folder of checkpoints: load {last}, as "
+                    "ps.checkpoint.latest_checkpoint returns it"
+                )
             return read_folder(path, expected)
         return read_file(path, expected)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Literal, get_args
@@ -113,7 +114,17 @@ class Groups(Iterator[list[Microbatch]]):
         self._last = last
         self._num_to_skip = start
         self._pending: list[Microbatch] = []
+        self._is_used_up = False
         self.position = start
+
+    def __iter__(self) -> Groups:
+        """Returns itself; warns if all groups are taken, as in a second epoch."""
+        if self._is_used_up:
+            warnings.warn(
+                "these groups are used up: call ps.group again for each epoch",
+                stacklevel=2,
+            )
+        return self
 
     def __next__(self) -> list[Microbatch]:
         """Returns the next group; the first call skips ``start`` batches before.
@@ -129,6 +140,7 @@ class Groups(Iterator[list[Microbatch]]):
         self._pending = []
         is_short = len(microbatches) < self._k
         if not microbatches or (is_short and self._last == "drop"):
+            self._is_used_up = True
             raise StopIteration
         if is_short and self._last == "raise":
             raise DataExhausted(len(microbatches), self._k)

@@ -136,7 +136,9 @@ def accumulate_group(
     )
     if is_recorded:
         validation.check_no_grad_leaves(params, leaves)
-    watch = validation.forbid_writes(params, leaves) if needs_checks else nullcontext()
+    watch: AbstractContextManager[None] = nullcontext()
+    if needs_checks:
+        watch = validation.forbid_writes(params, "params")
 
     losses: list[Tensor] = []
     used_weights: list[Tensor] = []

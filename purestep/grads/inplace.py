@@ -46,8 +46,15 @@ def inplace_backward(
             # By map: with 2,000 leaves, comprehensions of methods take half as long again.
             leaves = [*map(Tensor.requires_grad_, map(Tensor.detach, inputs.leaves))]
         params = tree.unflatten(inputs.spec, leaves)
-        notes = hints.annotate_loss_errors() if inputs.needs_checks else nullcontext()
-        with torch.enable_grad(), notes:
+        notes: AbstractContextManager[None] = nullcontext()
+        backward_notes: AbstractContextManager[None] = nullcontext()
+        watch: AbstractContextManager[None] = nullcontext()
+        if inputs.needs_checks:
+            first = "params" if own_leaves is None else "model"
+            notes = hints.annotate_loss_errors(first, inputs.microbatch)
+            backward_notes = hints.annotate_backward_errors()
+            watch = validation.forbid_writes(inputs.microbatch, "microbatch")
+        with torch.enable_grad(), watch, notes:
             terms, cotangents, weights, aux = forward_microbatch(
                 loss_fn,
                 params,
@@ -56,15 +63,16 @@ def inplace_backward(
                 inputs.denominators,
             )
         loss = weighted_sum(terms, cotangents, constant=True)
-        depends_on_params = run_backward_into(
-            terms,
-            cotangents,
-            leaves,
-            accumulator,
-            on_grad_ready,
-            data=inputs.microbatch,
-            needs_checks=inputs.needs_checks,
-        )
+        with backward_notes:
+            depends_on_params = run_backward_into(
+                terms,
+                cotangents,
+                leaves,
+                accumulator,
+                on_grad_ready,
+                data=inputs.microbatch,
+                needs_checks=inputs.needs_checks,
+            )
         # The casts of these leaves are of no use to another microbatch.
         torch.clear_autocast_cache()
         if not tree.is_empty(aux):

@@ -6,6 +6,22 @@ import torch
 from torch import Tensor
 
 
+def check_tensors(**tensors: object) -> None:
+    """Raises ``TypeError`` for an argument that is no tensor, such as a model's output.
+
+    >>> check_tensors(logits=[0.0, 1.0])
+    Traceback (most recent call last):
+    ...
+    TypeError: logits must be a tensor, got list
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            hint = ": take its .logits" if hasattr(tensor, "logits") else ""
+            raise TypeError(
+                f"{name} must be a tensor, got {type(tensor).__name__}{hint}"
+            )
+
+
 def promote_same_shape(**tensors: Tensor) -> list[Tensor]:
     """Converts tensors to float32 or wider, and raises ``ValueError`` unless they have one shape.
 
@@ -17,6 +33,7 @@ def promote_same_shape(**tensors: Tensor) -> list[Tensor]:
     ...
     ValueError: rejected of shape (2, 1) against chosen of shape (2,): ... reshape one of them
     """
+    check_tensors(**tensors)
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if tensor.shape != first.shape:

@@ -7,6 +7,7 @@ from torch.nn import functional
 from purestep.counts import IGNORE_INDEX
 from purestep.losses.arguments import (
     check_temperature,
+    check_tensors,
     labels_to_int64,
     promote_same_shape,
 )
@@ -38,6 +39,7 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(1, 2, 4), torch.tensor([[3, -100]]))
     tensor([[1.3863, 0.0000]])
     """
+    check_tensors(logits=logits, labels=labels)
     if logits.ndim == 0 or logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} against labels of shape {tuple(labels.shape)}: "

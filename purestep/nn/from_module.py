@@ -38,6 +38,7 @@ from purestep.torch_private import (
     skip_compilation,
 )
 from purestep.tree.shard import Shard, is_shard
+from purestep.validation import DONATED, reused_donation_error
 
 MAX_SIGNATURES = 16
 """How many kinds of calls are checked: each prompt among the arguments, say, is another kind."""
@@ -189,6 +190,9 @@ def to_module(
     for name, tensor in (parameters | module_buffers).items():
         targets[name] = tensor_parallel.local_part(tensor)
     values = tensor_parallel.select_parts(params, parameters)
+    for name, param in params.items():
+        if DONATED in vars(param):
+            raise reused_donation_error(f"params[{name!r}]")
     for name, buffer in buffers.items():
         values[name] = _to_buffer_dtype(buffer, module_buffers[name])
     # All are checked before the first is written.

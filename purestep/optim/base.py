@@ -9,12 +9,14 @@ A ``Transform`` turns gradients into updates, as in optax. A ``chain`` of transf
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import wraps
 from types import FunctionType
 from typing import (
     Any,
     Generic,
     NamedTuple,
     NoReturn,
+    ParamSpec,
     Protocol,
     TypeAlias,
     TypeVar,
@@ -93,6 +95,46 @@ class Optimizer(NamedTuple, Generic[StateT]):
     init: Callable[[Params], StateT]
     update: Callable[[Tree, StateT, Params], tuple[Params, StateT]]
     update_: UpdateInPlace | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises ``AttributeError``, which says of torch's methods what stands in their place."""
+        text = f"a ps.optim.Optimizer has no {name!r}"
+        if name in ("step", "zero_grad", "param_groups", "add_param_group"):
+            text += (
+                ": ps.make_update_step(loss_fn, optimizer) makes the whole update. To keep a loop "
+                "with an optimizer of torch.optim, take ps.make_backward"
+            )
+        raise AttributeError(text, name=name, obj=self)
+
+
+Arguments = ParamSpec("Arguments")
+ResultT = TypeVar("ResultT")
+
+_TORCH_NAMES = {
+    "lr": "learning_rate=",
+    "betas": "b1= and b2=",
+    "params": "optimizer.init(params)",
+}
+
+
+def explain_torch_names(
+    make: Callable[Arguments, ResultT],
+) -> Callable[Arguments, ResultT]:
+    """Makes the function raise ``TypeError`` for names of ``torch.optim``, with its own.
+
+    >>> explain_torch_names(lambda learning_rate: learning_rate)(lr=0.1)
+    Traceback (most recent call last):
+    ...
+    TypeError: lr= of torch.optim is learning_rate= here
+    """
+
+    @wraps(make)
+    def made(*args: Arguments.args, **kwargs: Arguments.kwargs) -> ResultT:
+        for name in kwargs.keys() & _TORCH_NAMES:
+            raise TypeError(f"{name}= of torch.optim is {_TORCH_NAMES[name]} here")
+        return make(*args, **kwargs)
+
+    return made
 
 
 TransformOrOptimizer = TypeVar("TransformOrOptimizer", bound=Transform | Optimizer)

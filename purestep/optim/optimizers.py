@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from purestep.optim.arithmetic import Arithmetic, Number
-from purestep.optim.base import Optimizer, Transform, chain
+from purestep.optim.base import Optimizer, Transform, chain, explain_torch_names
 from purestep.optim.elementwise import (
     Formula,
     FusedKernel,
@@ -49,6 +49,7 @@ def _descend(learning_rate: LearningRate) -> Optimizer[State]:
     return elementwise(Optimizer, DescentState, [learning_rate], rule)
 
 
+@explain_torch_names
 def sgd(
     learning_rate: LearningRate,
     momentum: float = 0.0,
@@ -126,6 +127,7 @@ FUSED_LAYOUTS = {
 """The layouts that torch's kernel takes. Params in half precision are widened for it."""
 
 
+@explain_torch_names
 def adamw(
     learning_rate: LearningRate,
     b1: float = 0.9,
@@ -228,6 +230,7 @@ class LionState(NamedTuple):
     mu: Tree
 
 
+@explain_torch_names
 def lion(
     learning_rate: LearningRate,
     b1: float = 0.9,

@@ -1,0 +1,147 @@
+"""Mistakes of a first hour: each text says what is wrong, and how to go on."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import purestep as ps
+from tests.line_problem import MICROBATCH, PARAMS, SGD, loss_fn, weight_fn
+
+STATE = SGD.init(PARAMS)
+STEP: Any = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
+LOGITS: Any = SimpleNamespace(logits=torch.ones(1, 2))
+PS: Any = ps
+
+
+def step_on(loss: Any) -> Any:
+    """Runs one update of a loss, or of its parts."""
+    step = ps.make_update_step(loss, SGD, weight_fn=weight_fn)
+    return step(PARAMS, STATE, [MICROBATCH])
+
+
+def pass_a_loader() -> None:
+    STEP(PARAMS, STATE, DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+
+
+def misspell_a_field() -> None:
+    step_on(lambda p, m: p["w"] * m["tokens"])
+
+
+def evaluate_with_a_state() -> None:
+    evaluate: Any = ps.make_eval_step(loss_fn, weight_fn=weight_fn)
+    evaluate(PARAMS, STATE, [MICROBATCH])
+
+
+def swap_the_weight_function() -> None:
+    wrong: Any = lambda p, m: weight_fn(m)  # noqa: E731
+    ps.make_update_step(loss_fn, SGD, weight_fn=wrong)(PARAMS, STATE, [MICROBATCH])
+
+
+def run_a_backward_pass_in_the_loss() -> None:
+    def loss(p: Any, m: Any) -> Tensor:
+        losses = loss_fn(p, m).square()
+        losses.sum().backward()
+        return losses
+
+    step_on(loss)
+
+
+def write_to_the_microbatch() -> None:
+    def loss(p: Any, m: Any) -> Tensor:
+        m["x"].mul_(1)
+        return loss_fn(p, m)
+
+    step_on(loss)
+
+
+def write_to_the_compiled_microbatch() -> None:
+    def loss(p: Any, m: Any) -> Tensor:
+        m["x"].mul_(1)
+        return loss_fn(p, m)
+
+    step = ps.make_update_step(loss, SGD, weight_fn=weight_fn, compile=True)
+    step(PARAMS, STATE, [MICROBATCH])
+
+
+def donate(keep: Callable[[Any], Any]) -> None:
+    """Keeps the params of a step that donates them."""
+    module = nn.Linear(1, 1)
+    params, apply = ps.from_module(module)
+    step = ps.make_update_step(
+        lambda p, x: apply(p, x)[:, 0],
+        SGD,
+        weight_fn=lambda x: x[:, 0] > 0,
+        donate=True,
+    )
+    step(params, SGD.init(params), [torch.ones(2, 1)])
+    keep(params)
+
+
+CASES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    (TypeError, "for microbatches in ps.group", pass_a_loader),
+    (KeyError, r"this microbatch has \['x'", misspell_a_field),
+    (TypeError, "it takes no opt_state", evaluate_with_a_state),
+    (TypeError, r"called as weight_fn\(microbatch\)", swap_the_weight_function),
+    (RuntimeError, "loss_fn calls .backward()", run_a_backward_pass_in_the_loss),
+    (ValueError, r"wrote to microbatch\['x'\]", write_to_the_microbatch),
+    (ValueError, r"wrote to microbatch\['x'\]", write_to_the_compiled_microbatch),
+    (AttributeError, "no 'step': ps.make_update_step", lambda: SGD.step()),
+    (AttributeError, "has no 'steps'$", lambda: SGD.steps()),
+    (TypeError, "lr= of torch.optim is learning_rate=", lambda: PS.optim.adamw(lr=0.1)),
+    (
+        TypeError,
+        "logits must be a tensor, got SimpleNamespace: take its .logits",
+        lambda: ps.losses.cross_entropy(LOGITS, torch.ones(1).long()),
+    ),
+    (
+        TypeError,
+        r"got function: call make_backward\(model, loss_fn\)",
+        lambda: PS.make_backward(loss_fn, nn.Linear(1, 1)),
+    ),
+    (
+        ValueError,
+        r"params\['bias'\] was donated",
+        lambda: donate(lambda params: ps.to_module(params, nn.Linear(1, 1))),
+    ),
+    (ValueError, "was donated to an earlier step", lambda: donate(ps.state_dict)),
+    (TypeError, "swapped", lambda: PS.checkpoint.save(PARAMS, "path")),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "act"), CASES)
+def test_a_text_says_how_to_go_on(
+    error: type[Exception], message: str, act: Callable[[], Any]
+) -> None:
+    with pytest.raises(error) as info:
+        act()
+    text = "\n".join([str(info.value), *getattr(info.value, "__notes__", [])])
+    assert re.search(message, text), text
+
+
+def test_a_loss_of_a_module_is_called_with_it() -> None:
+    backward = ps.make_backward(
+        nn.Linear(1, 1), lambda model, m: model(m["y"]), weight_fn=weight_fn
+    )
+    with pytest.raises(Exception) as info:  # noqa: PT011
+        backward([MICROBATCH])
+    assert "loss_fn(model, microbatch)" in info.value.__notes__[0]
+
+
+def test_groups_of_a_second_epoch() -> None:
+    groups = ps.group(range(3), 2)
+    assert [*groups] == [[0, 1], [2]]
+    with pytest.warns(UserWarning, match="call ps.group again for each epoch"):
+        assert [*groups] == []
+
+
+def test_a_folder_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
+    ps.checkpoint.save_step(tmp_path, 3, PARAMS)
+    with pytest.raises(ValueError, match=r"00000003, as ps\.checkpoint\.latest"):
+        ps.checkpoint.load(tmp_path, PARAMS)
