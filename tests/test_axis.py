@@ -251,6 +251,8 @@ def test_ranks_get_results_that_share_no_memory(collective: Any, first: int) -> 
     axis = ThreadAxis(3)
 
     def add_rank(rank: int) -> Tensor:
+        empty = torch.ones(0, 2)
+        assert collective(empty, axis) is not empty
         result: Tensor = collective(X, axis)
         return result.add_(rank)
 

@@ -129,12 +129,12 @@ def explain_torch_names(
     """
 
     @wraps(make)
-    def made(*args: Arguments.args, **kwargs: Arguments.kwargs) -> ResultT:
+    def make_or_raise(*args: Arguments.args, **kwargs: Arguments.kwargs) -> ResultT:
         for name in kwargs.keys() & _TORCH_NAMES:
             raise TypeError(f"{name}= of torch.optim is {_TORCH_NAMES[name]} here")
         return make(*args, **kwargs)
 
-    return made
+    return make_or_raise
 
 
 TransformOrOptimizer = TypeVar("TransformOrOptimizer", bound=Transform | Optimizer)
