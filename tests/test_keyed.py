@@ -430,6 +430,17 @@ def test_a_mask_beside_causal_attention_is_refused() -> None:
             compute_attention(lambda weights, p: weights, x, x, x, x > 0, rate, True)
 
 
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(2, 4), (4, 2)])
+def test_causal_attention_of_other_keys(num_queries: int, num_keys: int) -> None:
+    """Queries and keys are counted from the first on, as torch does."""
+    query = torch.randn(1, num_queries, 3).double()
+    key = torch.randn(1, num_keys, 3).double()
+    actual = compute_attention(
+        lambda weights, p: weights, query, key, key, None, 0.5, True
+    )
+    assert_close(actual, attend(query, key, key, is_causal=True))
+
+
 def test_causal_attention_of_one_text_under_vmap() -> None:
     """Each query sees the keys up to its own, not the first one alone."""
     texts = torch.randn(4, 5, 3, dtype=torch.float64)
