@@ -61,6 +61,8 @@ def label_weights(microbatch: Microbatch) -> Tensor:
         actual: object = type(microbatch).__name__
         if isinstance(microbatch, Mapping):
             actual = sorted(microbatch)
+        elif isinstance(microbatch, list):
+            actual = "list, as in a group within a group"
         raise ValueError(
             f"label_weights reads microbatch['labels'], but this microbatch is {actual}; "
             "pass weight_fn=, a function from a microbatch to one weight per token"

@@ -16,6 +16,7 @@ from tests.line_problem import MICROBATCH, PARAMS, SGD, loss_fn, weight_fn
 
 STATE = SGD.init(PARAMS)
 STEP: Any = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
+EXAMPLES = [{"x": torch.ones(1)}, {"x": torch.ones(2)}]
 LOGITS: Any = SimpleNamespace(logits=torch.ones(1, 2))
 PS: Any = ps
 
@@ -112,6 +113,15 @@ CASES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     ),
     (ValueError, "was donated to an earlier step", lambda: donate(ps.state_dict)),
     (TypeError, "swapped", lambda: PS.checkpoint.save(PARAMS, "path")),
+    (TypeError, "swapped", lambda: PS.to_module(nn.Linear(1, 1), PARAMS)),
+    (TypeError, "takes a list of examples", lambda: PS.pack(MICROBATCH, max_tokens=4)),
+    (ValueError, "ps.pack takes a list of examples", lambda: ps.split([*EXAMPLES], 2)),
+    (ValueError, r"call group\(batches, k\)", lambda: PS.group(4, [MICROBATCH])),
+    (
+        ValueError,
+        "list, as in a group within a group",
+        lambda: PS.count_tokens([[MICROBATCH]]),
+    ),
 ]
 
 

@@ -178,7 +178,7 @@ def test_params_that_do_not_fit_are_not_written() -> None:
     doubled = {name: 2 * p for name, p in params.items()}
     too_short = params["c.bias"][:1]
 
-    with pytest.raises(ValueError, match="no place for other"):
+    with pytest.raises(ValueError, match="has other, which this module has not"):
         ps.to_module({"other": draw_inputs()}, module)
     message = r"c\.bias is .* of shape \(1,\), and the module's is tor"
     with pytest.raises(ValueError, match=message):
@@ -453,16 +453,16 @@ def test_calls_with_other_params_or_buffers_are_refused() -> None:
     too_many = {**params, "other": x}
     no_params = cast(Any, x)
 
-    message = r"params lacks 0\.weight, 1\.weight, 1\.bias, and has no place for none"
+    message = r"params lacks 0\.weight, 1\.weight, 1\.bias: "
     with pytest.raises(ValueError, match=message):
         apply(too_few, x)
-    message = r"params lacks none, and has no place for other"
+    message = r"params has other, which this module has not"
     with pytest.raises(ValueError, match=message):
         apply(too_many, x)
     message = r"params is a Tensor, no mapping by name: call apply\(params"
     with pytest.raises(TypeError, match=message):
         apply(no_params)
-    message = r"buffers lacks none, and has no place for other"
+    message = r"buffers has other, which this module has not"
     with pytest.raises(ValueError, match=message):
         apply(params, x, buffers={"other": x})
 

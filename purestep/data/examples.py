@@ -123,5 +123,6 @@ def measure_length(
     ]
     raise ValueError(
         f"the leaves of {name} need one common first dimension, but are {formatted[:8]}, "
-        f"{len(formatted)} in all: make tensors of them, or name in per_example= what has no length"
+        f"{len(formatted)} in all: make tensors of them, or name in per_example= what has no "
+        "length. ps.split cuts one batch; ps.pack takes a list of examples, which may differ"
     )

@@ -77,8 +77,10 @@ def group(
     >>> list(group(range(5), 2))
     [[0, 1], [2, 3], [4]]
     """
-    if k < 1:
-        raise ValueError(f"group: {k=} microbatches make no group")
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(
+            f"group: {k=} microbatches make no group: call group(batches, k)"
+        )
     if start < 0:
         raise ValueError(
             f"group: {start=} is no position; take that of an earlier group"

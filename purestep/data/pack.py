@@ -83,6 +83,10 @@ def pack(
     >>> [(m["tokens"].tolist(), m["labels"].tolist()) for m in pack(reviews, max_tokens=4)]
     [([[1.0, 1.0], [1.0, 0.0]], [2, 1])]
     """
+    if isinstance(examples, Mapping):
+        raise TypeError(
+            "pack takes a list of examples, got one dict: ps.split cuts a batch"
+        )
     examples = [tree.mappings_to_dicts(example) for example in examples]
     lengths = measure_lengths(examples, per_example)
     microbatches = []

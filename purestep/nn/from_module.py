@@ -175,6 +175,11 @@ def to_module(
     >>> module.bias.item()
     3.0
     """
+    if not isinstance(module, Module):
+        raise TypeError(
+            f"to_module(params, module) got a {type(module).__name__} as module: perhaps the "
+            "arguments are swapped"
+        )
     # With duplicates: a tied parameter may go by any of its names.
     parameters = dict(module.named_parameters(remove_duplicate=False))
     module_buffers = dict(module.named_buffers(remove_duplicate=False))

@@ -173,7 +173,7 @@ def check_names(
     >>> check_names("params", {"bias": 0}, ["weight"], ["weight"], "pass those of from_module")
     Traceback (most recent call last):
     ...
-    ValueError: params lacks weight, and has no place for bias: pass those of from_module
+    ValueError: params lacks weight, and has bias, which this module has not: pass those of ...
     """
     if not isinstance(mapping, Mapping):
         raise TypeError(
@@ -183,10 +183,12 @@ def check_names(
     missing = [name for name in required if name not in mapping]
     unknown = [name for name in mapping if name not in allowed]
     if missing or unknown:
-        raise ValueError(
-            f"{what} lacks {format_names(missing)}, and has no place for "
-            f"{format_names(unknown)}: {hint}"
-        )
+        parts = []
+        if missing:
+            parts.append(f"lacks {format_names(missing)}")
+        if unknown:
+            parts.append(f"has {format_names(unknown)}, which this module has not")
+        raise ValueError(f"{what} {', and '.join(parts)}: {hint}")
 
 
 def format_names(names: Iterable[str]) -> str:
