@@ -21,7 +21,7 @@ from torch import Tensor
 from purestep import hints, tree, validation
 from purestep.axis import Axis, LocalAxis
 from purestep.compiling import Compiler
-from purestep.compiling.graph import CHECK
+from purestep.compiling.steps import set_graph_step
 from purestep.counts import label_weights, sum_weights, with_weights
 from purestep.grads.accumulate import accumulate_group, profiler_range
 from purestep.grads.backends import GradBackends, make_backends
@@ -55,6 +55,7 @@ from purestep.types import (
     StateT,
     StepMetrics,
     TokenCounts,
+    Tree,
     UpdateStep,
     WeightFn,
 )
@@ -139,16 +140,22 @@ def make_update_step(
     backends = make_backends(accept_repeated(loss_fn, gather), grad_and_value, compile)
     check = functools.partial(_check_inputs, optimizer, axis, donate)
     finish = functools.partial(finish_step, optimizer, on_nonfinite == "skip", donate)
-    # A graph gathers without a word to the session.
-    notes_launches = compile is False
-    return make_step(
+    make = functools.partial(
+        make_step,
         gather_in_backends(backends, gather),
         settings,
         config,
         check,
-        finish,
-        notes_launches=notes_launches,
+        # A graph gathers without a word to the session.
+        notes_launches=compile is False,
     )
+    step = make(finish)
+    traced = step
+    if donate:
+        traced = make(functools.partial(finish, writes_in_graph=True))
+    check_call = _make_graph_check(check, axis, donate)
+    set_graph_step(step, traced, check_call, validation.mark_donated)
+    return step
 
 
 class StepSettings(NamedTuple):
@@ -246,7 +253,6 @@ def make_step(
         return new_params, new_opt_state, metrics
 
     update_step.__qualname__ = "update_step"  # as errors name it
-    vars(update_step)[CHECK] = check  # a trace has no values to check
     return update_step if gather == "step" else again_if_gathers_vary(update_step)
 
 
@@ -326,11 +332,43 @@ def _check_inputs(
     donate: bool,
     params: Params,
     opt_state: OptState,
-    microbatches: Sequence[Microbatch] = (),
+    microbatches: Sequence[Microbatch],
 ) -> None:
     """Raises if a step cannot take these arguments; says so if params and opt_state are swapped."""
     with hints.annotate_swapped_arguments(optimizer.init, params, opt_state):
         validation.check_inputs(params, opt_state, microbatches, axis, donate)
+
+
+def _make_graph_check(
+    check: Callable[[Params, OptState, Sequence[Microbatch]], None],
+    axis: Axis,
+    donate: bool,
+) -> Callable[..., list[Tensor]]:
+    """Makes the function that runs before each call of a compiled step: a trace has no values.
+
+    It calls ``check`` for params with new containers. With ``donate``, it raises for what an
+    earlier step has consumed, and returns the leaves that stand for what this one consumes.
+    """
+    seen: SeenSpecs = {}
+
+    def check_call(*args: Any) -> list[Tensor]:
+        if len(args) != 3:
+            return []  # The step says what is missing.
+        params, opt_state, _ = args
+        rank: int = getattr(axis, "rank", 0)  # of a process or thread
+        if needs_checks(seen, rank, params):
+            check(*args)
+            _mark_as_seen(seen, rank, params)
+        consumed: list[Tensor] = []
+        if donate:
+            for name, donated in (("params", params), ("opt_state", opt_state)):
+                for leaf in tree.leaves(donated)[:1]:
+                    if validation.DONATED in leaf.__dict__:
+                        raise validation.reused_donation_error(name)
+                    consumed.append(leaf)
+        return consumed
+
+    return check_call
 
 
 def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:
@@ -348,6 +386,8 @@ def finish_step(
     total: TokenCounts,
     params: ParamsT,
     opt_state: StateT,
+    *,
+    writes_in_graph: bool = False,
 ) -> tuple[ParamsT, StateT, StepMetrics]:
     """Returns new params and state, and the metrics; updates only if ``metrics.applied``.
 
@@ -357,7 +397,13 @@ def finish_step(
     metrics = measure_step(sums, total, skips_nonfinite=skips_nonfinite)
     with profiler_range("purestep.optimizer"):
         new_params, new_opt_state = apply_update(
-            optimizer, sums.grads, opt_state, params, metrics.applied, donate=donate
+            optimizer,
+            sums.grads,
+            opt_state,
+            params,
+            metrics.applied,
+            donate=donate,
+            writes_in_graph=writes_in_graph,
         )
     return new_params, new_opt_state, metrics
 
@@ -401,13 +447,14 @@ def apply_update(
     applied: Tensor,
     *,
     donate: bool,
+    writes_in_graph: bool = False,
 ) -> tuple[Params, OptState]:
     """Updates params and state where ``applied`` holds, and returns them, to the bit, elsewhere.
 
         (θ′, s′) = optimizer(g, s, θ) if applied else (θ, s)
 
     Where a transform, a compiler or autograd follows the values, it is ``optimizer.update`` and a
-    selection; a graph writes it to the caller's buffers with ``donate``. Elsewhere it is
+    selection, which a graph writes to the caller's buffers if ``writes_in_graph``. Elsewhere it is
     ``update_``: on the caller's buffers with ``donate``, otherwise on one copy of them. It consumes
     the gradients. The host reads an ``applied`` that lies on it, and waits for no device. Raises
     ``ValueError`` for params or state that were donated before.
@@ -425,7 +472,9 @@ def apply_update(
         leaves, spec = tree.flatten((params, opt_state, grads))
         # By map: an optimizer's leaves are four for each param, and a loop takes twice as long.
         if not tree.is_plain_eager() or any(map(_REQUIRES_GRAD, leaves)):
-            return _apply_recorded(optimizer, grads, opt_state, params, applied, donate)
+            return _apply_recorded(
+                optimizer, grads, opt_state, params, applied, writes_in_graph
+            )
         num_params = spec.child(0).num_leaves
         num_written = num_params + spec.child(1).num_leaves
         first_leaves = {"params": 0}
@@ -463,18 +512,31 @@ def _apply_recorded(
     opt_state: OptState,
     params: Params,
     applied: Tensor,
-    donate: bool,
+    writes_in_graph: bool,
 ) -> tuple[Params, OptState]:
     """Updates out of place, so that a transform, a compiler or autograd can follow the values.
 
     Where ``applied`` is False, params and state keep their values. The results are new tensors, but
-    with ``donate`` a graph writes them to its inputs.
+    if ``writes_in_graph`` they have the memory of the old ones, and the first leaf is an alias.
     """
     concrete = tree.concrete(applied)
     if concrete is not None and not concrete.any():  # in no member of an ensemble
         params, opt_state = tree.map(torch.clone, (params, opt_state))
         return params, opt_state
     new = optimizer.update(mask_grads(grads, applied), opt_state, params)
-    new = tree.where(applied, new, (params, opt_state))
-    params, opt_state = tree.copy_((params, opt_state), new, None) if donate else new
-    return params, opt_state
+    new_params, new_opt_state = tree.where(applied, new, (params, opt_state))
+    if writes_in_graph:
+        new_params = _write_over(params, new_params)
+        new_opt_state = _write_over(opt_state, new_opt_state)
+    return new_params, new_opt_state
+
+
+def _write_over(old: Tree, new: Tree) -> Tree:
+    """Copies a tree over another one; the first leaf of the result is an alias of the old one.
+
+    A graph returns inputs as they are. The old first leaf is marked as consumed, not the new one.
+    """
+    leaves, spec = tree.flatten(tree.copy_(old, new, None))
+    if leaves:
+        leaves[0] = leaves[0].detach()
+    return tree.unflatten(spec, leaves)

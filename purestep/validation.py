@@ -273,10 +273,7 @@ def check_no_aliasing(
     """
     owners: dict[torch.UntypedStorage, str] = {}
     for name, leaf in _tensors_by_path((params, opt_state), "(params, opt_state)"):
-        span = 1
-        for size, stride in zip(leaf.shape, leaf.stride(), strict=True):
-            span += (size - 1) * stride
-        if leaf.numel() > span:
+        if leaf.numel() > _span(leaf):
             raise ValueError(
                 f"donate=True needs memory for each element, but {name} overlaps itself, as expand "
                 "makes it: clone it"
@@ -286,6 +283,20 @@ def check_no_aliasing(
     data = tree.mappings_to_dicts([*microbatches])
     for name, leaf in _tensors_by_path(data, "microbatches"):
         _check_unaliased(owners, name, leaf)
+
+
+def _span(tensor: Tensor) -> int:
+    """Returns how many elements of memory lie from the first to the last of a tensor.
+
+    >>> _span(torch.ones(4, 3)[:, 0]), _span(torch.ones(1).expand(5)), _span(torch.ones(2, 0))
+    (10, 1, 0)
+    """
+    if tensor.numel() == 0:
+        return 0
+    span = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        span += (size - 1) * stride
+    return span
 
 
 def _check_unaliased(
@@ -313,25 +324,21 @@ def _path_of(params: Params, position: int) -> str:
 
 
 @contextmanager
-def forbid_writes(value: Tree, name: str) -> Iterator[None]:
-    """Raises ValueError at the end of the context if the loss has written to a tensor of a tree.
+def forbid_writes(params: Params, leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Raises ValueError at the end of the context if the loss has written to params.
 
-    Under a transform or a compiler it checks nothing. Tensors of inference mode have no version,
-    and are not checked. ``name`` is that of the tree in the error.
+    It checks nothing in a transform or a compiler, nor if any leaf is a tensor of inference mode:
+    these have no versions.
     """
-    leaves = tree.leaves(value)
-    versions: dict[int, int] = {}
-    if tree.is_plain_eager():
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and not leaf.is_inference():
-                versions[position] = version_counter(leaf)
+    versions: list[int] = []
+    if tree.is_plain_eager() and not any(leaf.is_inference() for leaf in leaves):
+        versions = [version_counter(leaf) for leaf in leaves]
     yield
-    for position, before in versions.items():
+    for position, before in enumerate(versions):
         if version_counter(leaves[position]) != before:
             raise ValueError(
-                f"loss_fn wrote to {tree.paths(value, name)[position]} in place, which is the "
-                "caller's: compute a new tensor, or give a module that updates its buffers a clone "
-                "of them"
+                f"loss_fn wrote to {_path_of(params, position)} in place, which is the caller's: "
+                "compute a new tensor, or give a module that updates its buffers a clone of them"
             )
 
 

@@ -1,11 +1,13 @@
 """Donation: each buffer is given away once, and none that the data or autograd still need."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import purestep as ps
 from purestep import tree
@@ -67,6 +69,7 @@ class Memory(NamedTuple):
         Memory(ITSELF, a=lambda eight: eight.expand(2, 8)),
         Memory(ITSELF, a=lambda eight: eight[:1].expand(4)),
         Memory(ITSELF, a=lambda eight: eight.unfold(0, 3, 1)),
+        Memory(ALLOWED, a=lambda eight: torch.zeros(10, 4)[:0, :2].flatten()),
         # A leaf with gaps, or in another order, is given away like any other.
         Memory(ALLOWED, a=lambda eight: eight.unfold(0, 3, 3)),
         Memory(ALLOWED, a=lambda eight: eight[::2]),
@@ -123,6 +126,74 @@ def test_a_compiled_step_writes_to_what_is_donated() -> None:
 
     assert storages_in(state) == before
     assert_same((*state, metrics), expected)
+    with pytest.raises(ValueError, match="params was donated to an earlier step"):
+        compiled(params, opt_state, [MICROBATCH])
+    compiled(*state, [MICROBATCH])
+
+
+def product_of_two(params: Any, x: Tensor) -> Tensor:
+    return (params["a"] * 2 + params["b"] * 3).sum() * x
+
+
+def donate_to(around: Callable[[Any], Any], params: Any) -> Any:
+    """Runs a step that donates, with a function around it, compiled."""
+    step = ps.make_update_step(
+        product_of_two, SGD, weight_fn=torch.ones_like, donate=True
+    )
+    compiled = ps.compile(around(step), backend="eager", fullgraph=True)
+    return compiled(params, SGD.init(params), [torch.ones(2)])
+
+
+def with_lambda(step: Any) -> Any:
+    return lambda *args: step(*args)
+
+
+def with_wraps(step: Any) -> Any:
+    @functools.wraps(step)
+    def wrapped(params: Any, opt_state: Any, group: Any, scale: float = 1.0) -> Any:
+        return step(params, opt_state, group)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("around", [with_lambda, with_wraps])
+def test_a_function_around_a_step_donates_nothing(around: Any) -> None:
+    """Nothing looks for leaves that share memory there."""
+    a = torch.ones(2)
+    params = {"a": a, "b": a}
+    expected = ps.make_update_step(product_of_two, SGD, weight_fn=torch.ones_like)(
+        params, SGD.init(params), [torch.ones(2)]
+    )
+    assert_same(donate_to(around, params), expected)
+    assert torch.equal(a, torch.ones(2))
+
+
+def test_a_compiled_step_checks_params_of_each_structure() -> None:
+    step = ps.make_update_step(
+        product_of_two, SGD, weight_fn=torch.ones_like, donate=True
+    )
+    compiled = ps.compile(step, backend="eager", fullgraph=True)
+    params = {name: torch.ones(2) for name in "abc"}
+    compiled(params, SGD.init(params), [torch.ones(2)])
+    shared = dict.fromkeys("ab", torch.ones(2))
+    with pytest.raises(ValueError, match="shares its memory"):
+        compiled(shared, SGD.init(shared), [torch.ones(2)])
+
+
+def test_dual_numbers_around_a_compiled_step_are_not_written_over() -> None:
+    step = ps.make_update_step(
+        product_of_two, SGD, weight_fn=torch.ones_like, donate=True
+    )
+    compiled = ps.compile(step, backend="eager", fullgraph=True)
+    group = [torch.ones(2)]
+    params = {name: torch.ones(2) for name in "ab"}
+    compiled(tree.map(torch.clone, params), SGD.init(params), group)
+    with forward_ad.dual_level():
+        duals = {k: forward_ad.make_dual(p, torch.ones(2)) for k, p in params.items()}
+        new, *_ = compiled(duals, SGD.init(params), group)
+        tangent = forward_ad.unpack_dual(new["a"]).tangent
+    assert torch.equal(params["a"], torch.ones(2))
+    assert torch.equal(tangent, torch.ones(2))
 
 
 def test_a_call_under_a_transform_does_not_make_the_checks_of_later_ones() -> None:

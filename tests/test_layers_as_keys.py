@@ -1,6 +1,6 @@
 """Modules that were compiled before, and modules that look their parts up by identity."""
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -261,6 +261,15 @@ def test_a_dict_by_layer_keeps_its_order() -> None:
     assert order == [(expected, "first")]
     assert [*values.values()] == expected
     assert [*values] == [module[1], "name", module[0]]
+
+
+def test_a_counter_by_layer_counts() -> None:
+    module = network()
+    calls = Counter({module[0]: 3})
+    module[0].register_forward_hook(lambda layer, args, output: calls.update([layer]))
+    params, apply = ps.from_module(module)
+    apply(params, X)
+    assert calls == {module[0]: 4}
 
 
 def test_a_hook_that_raises_leaves_the_modules_own_keys() -> None:

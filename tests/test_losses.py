@@ -188,6 +188,8 @@ def test_mse_is_torchs_over_all_rows() -> None:
     assert_same(by_unit_dims[2], squares.mean(2))
     assert_same(by_unit_dims[3], squares)
     assert_same(mse(x.long(), y.long()), by_row)
+    large = torch.tensor([2**30 + 1])
+    assert mse(large.double() - 1, large) == 1
     torch.testing.assert_close(by_row.mean(), mean)
 
 

@@ -39,37 +39,15 @@ _NO_HOOKS = (
     "leave them out, or pass compile=False"
 )
 
-CHECK = "_check_first_update"
-"""The attribute of a step that raises if it cannot take its arguments: a trace has no values."""
-
 _numbers = itertools.count()
 
 
-def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Compiles a whole update step, or any function that runs often.
+def compile_function(
+    function: Callable[..., Any], **settings: Any
+) -> Callable[..., Any]:
+    """Compiles a function by ``torch.compile`` with the options that ``ps.compile`` names.
 
-    It is ``torch.compile`` with other options.
-
-        step = ps.make_update_step(loss_fn, optimizer, donate=True)
-        step = ps.compile(step, fullgraph=True)
-
-    A small network runs fastest if the whole step is one graph. Each number of microbatches makes a
-    graph. For large networks use ``make_update_step(compile=True)``, which compiles one microbatch
-    once, for any number of them.
-
-    * The first call checks what an eager step checks at its first update.
-    * Each function has its own cache, and sizes may vary. torch shares one cache among all steps.
-    * torch checks guards before each call. Guards on globals of torch, optree, einops, purestep and
-      Python are left out. Guards on what the loss reads stay, its globals included.
-    * Without an accelerator and process groups, ``cpp_wrapper`` also compiles what calls the
-      kernels. Where it fails, a full graph is compiled without it. Embeddings with sparse gradients
-      need ``options={"cpp_wrapper": False}``.
-    * Graphs for CPUs are rewritten (``purestep.compiling.cpu``).
-
-    Your ``options=`` override these. ``mode=`` replaces them, since torch takes only one of the
-    two.
-
-    >>> double = compile(lambda x: 2 * x)
+    >>> double = compile_function(lambda x: 2 * x)
     """
     options: dict[str, Any] = {"guard_filter_fn": drop_library_guards}
     if settings.get("backend", "inductor") == "inductor":
@@ -80,14 +58,10 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
         settings["options"] = options | (settings.get("options") or {})
     own_options = settings.get("options") or {}
     graph = torch.compile(_with_own_cache(function), **settings)
-    check: Callable[..., None] | None = getattr(function, CHECK, None)
 
     @functools.wraps(graph)
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal graph, check
-        if check is not None and not torch.compiler.is_dynamo_compiling():
-            check(*args, **kwargs)
-            check = None
+        nonlocal graph
         for arg in (*args, *kwargs.values()):
             if type(arg) is Stacked:
                 arg.let_length_vary()
@@ -135,9 +109,9 @@ def compile_or_fall_back(
 ) -> Callable[..., Any]:
     """Compiles a function to one graph, by ``compile_``; returns it unchanged if that is False.
 
-    True is ``compile``. Where there is no such graph, a warning says why, and the function runs
-    eagerly: graphs in pieces would lose derivatives that the function takes. It runs eagerly under
-    transforms and dispatch modes, too, which ask for operations one by one.
+    True is ``compile_function``. Where there is no such graph, a warning says why, and the function
+    runs eagerly: graphs in pieces would lose derivatives that the function takes. It runs eagerly
+    under transforms and dispatch modes, too, which ask for operations one by one.
 
     >>> double = compile_or_fall_back(lambda x: 2 * x)
     >>> compile_or_fall_back(len, False) is len
@@ -301,7 +275,9 @@ def _compile_fully(
         settings["dynamic"] = way.dynamic
     if callable(compile_):
         return compile_(_with_own_cache(function), **settings)
-    return compile(function, options={"guard_filter_fn": drop_guards}, **settings)
+    return compile_function(
+        function, options={"guard_filter_fn": drop_guards}, **settings
+    )
 
 
 def refuse_bodies() -> None:

@@ -138,7 +138,7 @@ def accumulate_group(
         validation.check_no_grad_leaves(params, leaves)
     watch: AbstractContextManager[None] = nullcontext()
     if needs_checks:
-        watch = validation.forbid_writes(params, "params")
+        watch = validation.forbid_writes(params, leaves)
 
     losses: list[Tensor] = []
     used_weights: list[Tensor] = []

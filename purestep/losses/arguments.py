@@ -25,6 +25,8 @@ def check_tensors(**tensors: object) -> None:
 def promote_same_shape(**tensors: Tensor) -> list[Tensor]:
     """Converts tensors to float32 or wider, and raises ``ValueError`` unless they have one shape.
 
+    Integers get the widest dtype of all.
+
     Broadcasting would pair values of different units.
 
     >>> import torch
@@ -42,9 +44,15 @@ def promote_same_shape(**tensors: Tensor) -> list[Tensor]:
                 f"{tuple(first.shape)}: they are paired one by one and never broadcast; reshape "
                 "one of them"
             )
+    widest = torch.float32
+    for tensor in tensors.values():
+        widest = torch.promote_types(widest, tensor.dtype)
     promoted = []
     for tensor in tensors.values():
-        promoted.append(tensor.to(torch.promote_types(tensor.dtype, torch.float32)))
+        dtype = widest
+        if tensor.is_floating_point() or tensor.is_complex():
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
+        promoted.append(tensor.to(dtype))
     return promoted
 
 

@@ -126,4 +126,5 @@ def _replace_keys(
         # All of them, since an entry that is added alone goes to the end.
         entries = [(replacements.get(key, key), mapping[key]) for key in mapping]
         mapping.clear()
-        mapping.update(entries)
+        for key, value in entries:  # ``Counter.update`` would count the entries.
+            mapping[key] = value

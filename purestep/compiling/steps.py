@@ -1,0 +1,90 @@
+"""Compiles whole steps, with the checks that a trace cannot make."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purestep.compiling.graph import compile_function
+from purestep.torch_private import forward_level, has_transforms
+
+_ATTRIBUTE = "_graph_step"
+
+
+class GraphStep(NamedTuple):
+    """Says how ``ps.compile`` compiles a step."""
+
+    owner: weakref.ref[Any]
+    """The step itself: ``functools.wraps`` copies attributes to functions of other arguments."""
+    traced: Callable[..., Any]
+    """What is traced instead of the step. It may write to donated arguments."""
+    check: Callable[..., Sequence[Tensor]]
+    """``check(*args)`` raises unless the step takes these; it returns leaves that it consumes."""
+    mark: Callable[[Tensor], None]
+    """Marks a leaf as consumed."""
+
+
+def set_graph_step(
+    step: Callable[..., Any],
+    traced: Callable[..., Any],
+    check: Callable[..., Sequence[Tensor]],
+    mark: Callable[[Tensor], None],
+) -> None:
+    """Attaches to a step what ``compile`` traces instead of it, and checks before each call."""
+    vars(step)[_ATTRIBUTE] = GraphStep(weakref.ref(step), traced, check, mark)
+
+
+def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Compiles a whole update step, or any function that runs often.
+
+    It is ``torch.compile`` with other options.
+
+        step = ps.make_update_step(loss_fn, optimizer, donate=True)
+        step = ps.compile(step, fullgraph=True)
+
+    A small network runs fastest if the whole step is one graph. Each number of microbatches makes a
+    graph. For large networks use ``make_update_step(compile=True)``, which compiles one microbatch
+    once, for any number of them.
+
+    * With ``donate=True``, the graph of a step writes to its arguments. A function around a step,
+      and a transform around its graph, get new tensors.
+    * Arguments of a step are checked as in an eager one, at the first call for each structure.
+    * Each function has its own cache, and sizes may vary. torch shares one cache among all steps.
+    * torch checks guards before each call. Guards on globals of torch, optree, einops, purestep and
+      Python are left out. Guards on what the loss reads stay, its globals included.
+    * Without an accelerator and process groups, ``cpp_wrapper`` also compiles what calls the
+      kernels. Where it fails, a full graph is compiled without it. Embeddings with sparse gradients
+      need ``options={"cpp_wrapper": False}``.
+    * Graphs for CPUs are rewritten (``purestep.compiling.cpu``).
+
+    Your ``options=`` override these. ``mode=`` replaces them, since torch takes only one of the
+    two.
+
+    >>> double = compile(lambda x: 2 * x)
+    """
+    compiled = compile_function(function, **settings)
+    graph_step: GraphStep | None = getattr(function, _ATTRIBUTE, None)
+    if graph_step is None or graph_step.owner() is not function:
+        return compiled
+    _, traced, check, mark = graph_step
+    compiled_step = compiled
+    if traced is not function:
+        compiled_step = compile_function(traced, **settings)
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        is_traced = torch.compiler.is_dynamo_compiling() or has_transforms()
+        if is_traced or forward_level() >= 0:
+            return compiled(*args, **kwargs)
+        consumed = check(*args)
+        result = compiled_step(*args, **kwargs)
+        for leaf in consumed:
+            mark(leaf)
+        return result
+
+    return run
