@@ -121,7 +121,7 @@ def _read_integers(tensor: Any) -> Tensor | None:
     """Returns the values of an integer or bool tensor that the host can read; else None."""
     if not isinstance(tensor, Tensor):
         return None
-    if tensor.is_floating_point() or tensor.is_nested:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_nested:
         return None
     return tree.concrete(tensor)
 

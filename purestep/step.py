@@ -454,7 +454,7 @@ def apply_update(
         (θ′, s′) = optimizer(g, s, θ) if applied else (θ, s)
 
     Where a transform, a compiler or autograd follows the values, it is ``optimizer.update`` and a
-    selection, which a graph writes to the caller's buffers if ``writes_in_graph``. Elsewhere it is
+    selection. If ``writes_in_graph``, a graph writes these to the caller's buffers. Elsewhere it is
     ``update_``: on the caller's buffers with ``donate``, otherwise on one copy of them. It consumes
     the gradients. The host reads an ``applied`` that lies on it, and waits for no device. Raises
     ``ValueError`` for params or state that were donated before.

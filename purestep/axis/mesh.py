@@ -213,9 +213,11 @@ class MeshGroup(NamedTuple):
         return torch_private.reduce_scatter(flat, "sum", self.size, self.name)
 
     def run(self, op: str, x: Tensor) -> Tensor:
-        """Runs a collective on a plain tensor, and waits for the result: for pvary, a view.
+        """Runs a collective on a plain tensor, and waits for the result.
 
-        Raises ``RankError`` if the connection is lost.
+        "psum" keeps the shape, and "pvary" returns a view. "all_gather" puts a dimension over ranks
+        first, and "psum_scatter" takes that dimension away. Raises ``RankError`` if the connection
+        is lost.
         """
         if op == "pvary":
             return x.view_as(x)

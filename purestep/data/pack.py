@@ -105,6 +105,8 @@ def pack_indices(
 ) -> list[list[int]]:
     """Assigns examples to microbatches by their lengths alone, as ``pack`` does: returns indices.
 
+    Examples of length 0 are left out.
+
     Raises ``ValueError`` for an example longer than ``max_tokens`` once padded, and for a
     ``max_tokens`` or ``multiple_of`` below 1.
 

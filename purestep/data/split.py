@@ -14,8 +14,8 @@ from purestep.types import Microbatch, Tree
 def split(batch: Tree, k: int) -> list[Microbatch]:
     """Cuts a batch into ``k`` microbatches of equal size, along the first dimension of its leaves.
 
-    The microbatches are views. Raises ``ValueError`` if ``k`` is less than 1 or does not divide
-    that dimension, or if leaves differ in it.
+    The microbatches are views, in trees whose mappings are dicts. Raises ``ValueError`` if ``k`` is
+    less than 1 or does not divide that dimension, or if leaves differ in it.
 
     >>> split({"x": torch.arange(6)}, k=2)
     [{'x': tensor([0, 1, 2])}, {'x': tensor([3, 4, 5])}]

@@ -172,9 +172,10 @@ def train_all_cuts(data: list[Group], dtype: torch.dtype) -> list[Run]:
 
 
 def train_in_usual_loop(cut: Cut, data: list[Group], dtype: torch.dtype) -> Run:
-    """Trains with a loop that averages microbatch means, however many tokens each has.
+    """Trains GPT-2 with a loop that averages microbatch means, however many tokens each has.
 
-    Returns the parameters after each update.
+    Seeds torch's global generator, from which dropout draws. Returns the parameters after each
+    update.
     """
     model = make_gpt2(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)

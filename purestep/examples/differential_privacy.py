@@ -208,7 +208,11 @@ def compare_cuts(num_steps: int) -> float:
 
 
 def compute_epsilon(noise_multiplier: float, num_steps: int) -> float:
-    """Computes ε of the (ε, 10⁻⁵)-privacy of ``num_steps`` updates; infinite without noise."""
+    """Computes a bound of ε for the (ε, 10⁻⁵)-privacy of ``num_steps`` updates.
+
+    Neighbours differ in one example that is replaced, and the sampling of examples is not counted.
+    Without noise, ε is infinite.
+    """
     if noise_multiplier == 0:
         return math.inf
     rho = 2 * num_steps / noise_multiplier**2

@@ -78,7 +78,11 @@ class PaddedMicrobatches(Sequence[Microbatch]):
         return len(self.microbatches) + len(self.padding)
 
     def __getitem__(self, index: Any) -> Any:
-        return [*self][index]
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        num_own = len(self.microbatches)
+        return self.microbatches[number] if number < num_own else self.padding[0]
 
     def __iter__(self) -> Iterator[Microbatch]:
         return itertools.chain(self.microbatches, self.padding)

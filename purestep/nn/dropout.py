@@ -168,7 +168,7 @@ class KeyedDropout(TorchFunctionMode):
         if not self._batch_second or not self._batch_shape:
             return False
         num_examples = self._batch_shape[0]
-        return num_examples != 1 and num_examples in shape[1:]
+        return num_examples > 1 and num_examples in shape[1:]
 
     def _not_first_error(self, x: Tensor, verb: str) -> ValueError:
         """Returns the error for dropout on a tensor that does not have examples first.

@@ -137,7 +137,7 @@ def join_schedules(
 
     The next one starts at the step of the boundary. All schedules are called at every step, but
     with steps of their intervals only. Raises ``ValueError`` unless there is one boundary between
-    each two schedules, and boundaries increase.
+    each two schedules, and boundaries increase from above 0.
 
     >>> halves = [lambda step: 1.0 * step, lambda step: 5.0 * step]
     >>> join_schedules(halves, [2])(torch.arange(4)).tolist()
@@ -160,7 +160,7 @@ def join_schedules(
     # no schedule sees a step outside of its interval.
     last_steps: list[int | None] = []
     for start, end in itertools.pairwise(starts):
-        last_steps.append(max(0, end - start - 1))
+        last_steps.append(end - start - 1)
     last_steps.append(None)
 
     def schedule(step: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ class Answers(NamedTuple):
     gather: float = 0
     """A hash of the collective that this rank is about to launch."""
     gather_squared: float = 0
+    """The square of the hash: sums of both tell whether all ranks have the same hash."""
 
 
 class RollCall:

@@ -7,7 +7,7 @@ the copies drift apart, and no later collective shows it.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -42,8 +42,9 @@ def compare_replicas(
 ) -> bool:
     """Runs ``check_replicas``, which may raise; returns whether later steps can do without it.
 
-    They can if no params are sharded, once a check has returned True, or after ``MAX_COMPARISONS``
-    checks of such params. Then no further check runs. ``comparisons`` is updated in place.
+    Without sharded params no check runs. Otherwise checks are counted for each structure of params
+    and place: after one that returned True, or ``MAX_COMPARISONS`` of them, none runs.
+    ``comparisons`` is updated in place.
     """
     _, spec = tree.flatten(params)
     shard_specs = tree.shard_specs(spec)
@@ -51,8 +52,11 @@ def compare_replicas(
         return True
     specs = comparisons.setdefault(place_of(rank, shard_specs), [])
     num_compared = 0
-    with suppress(Exception):  # A node class of the user's may not compare.
-        num_compared = sum(spec == other for other in specs)
+    for other in specs:
+        try:
+            num_compared += spec == other
+        except Exception:  # A node class of the user's may not compare.
+            num_compared += 1
     if num_compared >= MAX_COMPARISONS:
         return True
     specs.append(spec)

@@ -272,8 +272,8 @@ class Processes:
         """
         if ranks not in self._worlds:
             world = World(ranks, self._timeout, strict=False)
-            self._worlds[ranks] = world
             world.start()
+            self._worlds[ranks] = world
         self._world = self._worlds[ranks]
         makes = [self.make] * ranks
         problems = [problem] * ranks

@@ -190,11 +190,12 @@ def microbatches(
     most_length: int = 12,
     keyed: bool = False,
 ) -> tuple[Batch, list[list[int]]]:
-    """Draws a batch of small numbers, and the row numbers of each of its microbatches.
+    """Draws a batch of small numbers, and the row numbers of each of its microbatches, in order.
 
-    There is one microbatch for each of ``parts``. Each has weight, but for "empty ones".
-    ``difference`` says how they differ, one of ``KINDS``; empty: in any way. ``keyed`` adds "key",
-    the numbers of the rows.
+    A microbatch has at most ``most_rows`` rows, or one more for "unequal rows", of at most
+    ``most_length`` tokens. There is one microbatch for each of ``parts``. Each has weight, but for
+    "empty ones". ``difference`` says how they differ, one of ``KINDS``; empty: in any way.
+    ``keyed`` adds "key", the numbers of the rows.
 
     Most numbers are integers. Where the rows' weights may differ, their sum is often rounded up to
     a power of two, so that nothing rounds. Such numbers hide in which dtype a trainer computes.

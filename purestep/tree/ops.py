@@ -44,10 +44,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def format_leaf(leaf: Any) -> str:
-    """Formats a leaf for messages: a tensor's dtype and shape, a string itself, else the type.
+    """Formats a leaf for messages: a tensor's dtype and shape, a string in quotes, else the type.
 
-    >>> format_leaf(torch.ones(2, 3))
-    'torch.float32 of shape (2, 3)'
+    >>> format_leaf(torch.ones(2, 3)), format_leaf(3)
+    ('torch.float32 of shape (2, 3)', 'int, no tensor')
     """
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype} of shape {tuple(leaf.shape)}"

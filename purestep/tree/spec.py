@@ -95,7 +95,7 @@ def _traced_shard_specs(spec: TreeSpec) -> list[ShardSpec | None]:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """Returns the leaves from left to right.
+    """Returns the leaves in the tree's order, in which the keys of a plain dict are sorted.
 
     >>> leaves({"b": 2, "a": [1]})
     [1, 2]
