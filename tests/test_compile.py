@@ -348,28 +348,3 @@ def test_no_options_beside_a_mode() -> None:
     compiled = ps.compile(fail, mode="default", options=None, backend="eager")
     with pytest.raises(KeyError):
         compiled(torch.ones(1))
-
-
-def test_an_error_of_the_data_is_raised_by_the_graph() -> None:
-    """It is no reason to give the graph up: the next update runs it."""
-    backend = counted_graphs.CountingBackend()
-
-    def pick(w: Tensor, m: Any) -> Tensor:
-        return w[m["index"]]
-
-    sgd = ps.optim.sgd(0.5)
-    step = ps.make_update_step(
-        pick,
-        sgd,
-        weight_fn=lambda m: m["index"] < 99,
-        compile=partial(torch.compile, backend=backend),
-    )
-    w = torch.ones(3)
-    group = [{"index": torch.tensor([0, 2])}]
-    expected = step(w, sgd.init(w), group)
-    with pytest.raises(IndexError):
-        step(w, sgd.init(w), [{"index": torch.tensor([0, 7])}])
-    num_graphs = len(backend.graphs)
-
-    assert_same(step(w, sgd.init(w), group), expected)
-    assert len(backend.graphs) == num_graphs

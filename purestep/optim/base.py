@@ -130,8 +130,9 @@ def explain_torch_names(
 
     @wraps(make)
     def make_or_raise(*args: Arguments.args, **kwargs: Arguments.kwargs) -> ResultT:
-        for name in kwargs.keys() & _TORCH_NAMES:
-            raise TypeError(f"{name}= of torch.optim is {_TORCH_NAMES[name]} here")
+        for name, name_here in _TORCH_NAMES.items():
+            if name in kwargs:
+                raise TypeError(f"{name}= of torch.optim is {name_here} here")
         return make(*args, **kwargs)
 
     return make_or_raise
