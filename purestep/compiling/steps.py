@@ -78,9 +78,10 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
-        is_traced = torch.compiler.is_dynamo_compiling() or has_transforms()
-        if is_traced or forward_level() >= 0:
+        if torch.compiler.is_dynamo_compiling() or has_transforms():
             return compiled(*args, **kwargs)
+        if forward_level() >= 0:  # Graphs lose the tangents of dual numbers.
+            return function(*args, **kwargs)
         consumed = check(*args)
         result = compiled_step(*args, **kwargs)
         for leaf in consumed:
