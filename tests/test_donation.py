@@ -201,3 +201,24 @@ def test_dual_numbers_around_a_compiled_step_are_not_written_over() -> None:
             tangents.append(forward_ad.unpack_dual(new["a"]).tangent)
     assert torch.equal(params["a"], torch.ones(2))
     assert_same(*tangents)
+
+
+def test_a_call_under_a_transform_does_not_make_the_checks_of_later_ones() -> None:
+    params = dict.fromkeys("ab", torch.ones(2))
+    state = SGD.init(params)
+    x = torch.ones(2)
+
+    def product(p: Any, m: Any) -> Tensor:
+        return p["a"] * p["b"] * m
+
+    step = ps.make_update_step(product, SGD, weight_fn=torch.ones_like, donate=True)
+
+    def sum_after_step(params: Any) -> Tensor:
+        new, *_ = step(params, state, [x])
+        a: Tensor = new["a"]
+        return a.sum()
+
+    torch.func.grad(sum_after_step)(params)
+
+    with pytest.raises(ValueError, match="memory"):
+        step(params, state, [x])
