@@ -35,7 +35,12 @@ def set_graph_step(
     check: Callable[..., Sequence[Tensor]],
     mark: Callable[[Tensor], None],
 ) -> None:
-    """Attaches to a step what ``compile`` traces instead of it, and checks before each call."""
+    """Attaches to a step what ``compile`` traces instead of it, and checks before each call.
+
+    In a trace, as of a function that makes a step, it does nothing.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return
     vars(step)[_ATTRIBUTE] = GraphStep(weakref.ref(step), traced, check, mark)
 
 
