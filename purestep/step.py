@@ -15,6 +15,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import optree
 import torch
 from torch import Tensor
 
@@ -55,7 +56,6 @@ from purestep.types import (
     StateT,
     StepMetrics,
     TokenCounts,
-    Tree,
     UpdateStep,
     WeightFn,
 )
@@ -153,8 +153,7 @@ def make_update_step(
     traced = step
     if donate:
         traced = make(functools.partial(finish, writes_in_graph=True))
-    check_call = _make_graph_check(check, axis, donate)
-    set_graph_step(step, traced, check_call, validation.mark_donated)
+    set_graph_step(step, traced, _make_graph_check(check, donate))
     return step
 
 
@@ -340,33 +339,23 @@ def _check_inputs(
 
 
 def _make_graph_check(
-    check: Callable[[Params, OptState, Sequence[Microbatch]], None],
-    axis: Axis,
-    donate: bool,
-) -> Callable[..., list[Tensor]]:
-    """Makes the function that runs before each call of a compiled step: a trace has no values.
+    check: Callable[[Params, OptState, Sequence[Microbatch]], None], donate: bool
+) -> Callable[..., None]:
+    """Makes the function that checks arguments of a compiled step: a trace has no values.
 
-    It calls ``check`` for params with new containers. With ``donate``, it raises for what an
-    earlier step has consumed, and returns the leaves that stand for what this one consumes.
+    It calls ``check`` at the first call; with ``donate``, at the first one for each structure of
+    params, since leaves that share memory would be written over twice.
     """
-    seen: SeenSpecs = {}
+    seen_specs: deque[tree.TreeSpec] = deque(maxlen=8)
 
-    def check_call(*args: Any) -> list[Tensor]:
-        if len(args) != 3:
-            return []  # The step says what is missing.
-        params, opt_state, _ = args
-        rank: int = getattr(axis, "rank", 0)  # of a process or thread
-        if needs_checks(seen, rank, params):
+    def check_call(*args: Any) -> None:
+        if len(args) != 3 or (seen_specs and not donate):
+            return  # The step says what is missing.
+        # Without ``is_leaf``, which is Python: a small compiled step takes twenty times as long.
+        spec = optree.tree_structure(args[0], namespace=tree.NAMESPACE)
+        if spec not in seen_specs:
             check(*args)
-            _mark_as_seen(seen, rank, params)
-        consumed: list[Tensor] = []
-        if donate:
-            for name, donated in (("params", params), ("opt_state", opt_state)):
-                for leaf in tree.leaves(donated)[:1]:
-                    if validation.DONATED in leaf.__dict__:
-                        raise validation.reused_donation_error(name)
-                    consumed.append(leaf)
-        return consumed
+            seen_specs.append(spec)
 
     return check_call
 
@@ -517,7 +506,7 @@ def _apply_recorded(
     """Updates out of place, so that a transform, a compiler or autograd can follow the values.
 
     Where ``applied`` is False, params and state keep their values. The results are new tensors, but
-    if ``writes_in_graph`` they have the memory of the old ones, and the first leaf is an alias.
+    if ``writes_in_graph`` a graph writes them to the old ones.
     """
     concrete = tree.concrete(applied)
     if concrete is not None and not concrete.any():  # in no member of an ensemble
@@ -526,17 +515,6 @@ def _apply_recorded(
     new = optimizer.update(mask_grads(grads, applied), opt_state, params)
     new_params, new_opt_state = tree.where(applied, new, (params, opt_state))
     if writes_in_graph:
-        new_params = _write_over(params, new_params)
-        new_opt_state = _write_over(opt_state, new_opt_state)
+        new_params = tree.copy_(params, new_params, None)
+        new_opt_state = tree.copy_(opt_state, new_opt_state, None)
     return new_params, new_opt_state
-
-
-def _write_over(old: Tree, new: Tree) -> Tree:
-    """Copies a tree over another one; the first leaf of the result is an alias of the old one.
-
-    A graph returns inputs as they are. The old first leaf is marked as consumed, not the new one.
-    """
-    leaves, spec = tree.flatten(tree.copy_(old, new, None))
-    if leaves:
-        leaves[0] = leaves[0].detach()
-    return tree.unflatten(spec, leaves)

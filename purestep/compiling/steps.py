@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from purestep.compiling.graph import compile_function
 from purestep.torch_private import forward_level, has_transforms
@@ -23,17 +22,14 @@ class GraphStep(NamedTuple):
     """The step itself: ``functools.wraps`` copies attributes to functions of other arguments."""
     traced: Callable[..., Any]
     """What is traced instead of the step. It may write to donated arguments."""
-    check: Callable[..., Sequence[Tensor]]
-    """``check(*args)`` raises unless the step takes these; it returns leaves that it consumes."""
-    mark: Callable[[Tensor], None]
-    """Marks a leaf as consumed."""
+    check: Callable[..., None]
+    """``check(*args)`` raises unless the step takes these. It runs before each call."""
 
 
 def set_graph_step(
     step: Callable[..., Any],
     traced: Callable[..., Any],
-    check: Callable[..., Sequence[Tensor]],
-    mark: Callable[[Tensor], None],
+    check: Callable[..., None],
 ) -> None:
     """Attaches to a step what ``compile`` traces instead of it, and checks before each call.
 
@@ -41,7 +37,7 @@ def set_graph_step(
     """
     if torch.compiler.is_dynamo_compiling():
         return
-    vars(step)[_ATTRIBUTE] = GraphStep(weakref.ref(step), traced, check, mark)
+    vars(step)[_ATTRIBUTE] = GraphStep(weakref.ref(step), traced, check)
 
 
 def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -58,7 +54,7 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 
     * With ``donate=True``, the graph of a step writes to its arguments. A function around a step,
       and a transform around its graph, get new tensors.
-    * Arguments of a step are checked as in an eager one, at the first call for each structure.
+    * The first call of a step checks its arguments as an eager one does.
     * Each function has its own cache, and sizes may vary. torch shares one cache among all steps.
     * torch checks guards before each call. Guards on globals of torch, optree, einops, purestep and
       Python are left out. Guards on what the loss reads stay, its globals included.
@@ -76,7 +72,7 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
     graph_step: GraphStep | None = getattr(function, _ATTRIBUTE, None)
     if graph_step is None or graph_step.owner() is not function:
         return compiled
-    _, traced, check, mark = graph_step
+    _, traced, check = graph_step
     compiled_step = compiled
     if traced is not function:
         compiled_step = compile_function(traced, **settings)
@@ -87,10 +83,7 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
             return compiled(*args, **kwargs)
         if forward_level() >= 0:  # Graphs lose the tangents of dual numbers.
             return function(*args, **kwargs)
-        consumed = check(*args)
-        result = compiled_step(*args, **kwargs)
-        for leaf in consumed:
-            mark(leaf)
-        return result
+        check(*args)
+        return compiled_step(*args, **kwargs)
 
     return run
