@@ -12,6 +12,7 @@ import purestep as ps
 from purestep import tree
 from purestep.stacked import Stacked
 from support.optimizers import CAPTURE
+from support.purity import storages_in
 from support.strategies import assert_same
 
 OPTIMIZER = ps.optim.adamw(0.1)
@@ -167,6 +168,25 @@ def test_one_graph_serves_all_numbers_of_microbatches(case: str) -> None:
         # The norm is another kernel.
         assert_same(metrics._replace(grad_norm=expected.grad_norm), expected)
     assert num_graphs == 2
+
+
+def test_inductor_writes_a_stacked_group_over_what_is_donated() -> None:
+    """One graph for two numbers of microbatches, to rounding."""
+    settings: dict[str, Any] = {"weight_fn": weigh_thirds}
+    momentum = ps.optim.sgd(0.1, momentum=0.9)
+    eager: Any = ps.make_update_step(module_terms, momentum, **settings)
+    donating = ps.make_update_step(module_terms, momentum, **settings, donate=True)
+    compiled = ps.compile(donating, fullgraph=True)
+    expected: Any = (MODULE_PARAMS, momentum.init(MODULE_PARAMS))
+    state = tree.map(torch.clone, expected)
+    before = storages_in(state)
+    for length in (2, 3):
+        group = make_group(length)
+        *expected, _ = eager(*expected, group)
+        *state, _ = compiled(*state, ps.stack(group))
+        assert storages_in(state) == before
+        for leaf, other in zip(tree.leaves(state), tree.leaves(expected), strict=True):
+            torch.testing.assert_close(leaf, other)
 
 
 def test_a_transform_around_a_compiled_step_unrolls_the_group() -> None:
