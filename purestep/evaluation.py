@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from purestep.types import (
 )
 
 T = TypeVar("T")
+_MISSING: Any = object()
 
 
 def make_eval_step(
@@ -144,7 +145,9 @@ def _forward_group(
     microbatches = iter(group.microbatches)
     no_weights = [None] * len(group.microbatches)
     for weights in no_weights if group.weights is None else group.weights:
-        microbatch = validation.take_next(microbatches, group.microbatches)
+        microbatch = next(microbatches, _MISSING)
+        if microbatch is _MISSING:
+            raise validation.wrong_length_error(group.microbatches, "fewer")
         data, is_recorded = detach_data(microbatch, is_recorded)
         with profiler_range("purestep.microbatch"):
             weighted = _detach_unless_transformed(
@@ -156,7 +159,8 @@ def _forward_group(
         if not tree.is_empty(weighted.aux):
             aux = add_aux(aux, weighted.aux)
         del microbatch, data, weights, weighted
-    validation.check_all_taken(microbatches, group.microbatches)
+    if next(microbatches, _MISSING) is not _MISSING:
+        raise validation.wrong_length_error(group.microbatches, "more")
     counts = group.counts or sum_weights(used_weights)
     return GradSums((), sum_losses(losses, like), counts, aux)
 

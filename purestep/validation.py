@@ -181,30 +181,10 @@ def mark_donated(leaf: Tensor) -> None:
     leaf.__dict__[DONATED] = True
 
 
-def take_next(
-    remaining: Iterator[Microbatch], microbatches: Sequence[Microbatch]
-) -> Microbatch:
-    """Returns the next microbatch; raises if the sequence yields fewer than its length says.
-
-    >>> take_next(iter([1, 2]), [1, 2])
-    1
-    """
-    for microbatch in remaining:
-        return microbatch
-    raise _wrong_length_error(microbatches, "fewer")
-
-
-def check_all_taken(
-    remaining: Iterator[Microbatch], microbatches: Sequence[Microbatch]
-) -> None:
-    """Raises if the sequence yields more microbatches than its length says: they count nowhere."""
-    for _ in remaining:
-        raise _wrong_length_error(microbatches, "more")
-
-
-def _wrong_length_error(
+def wrong_length_error(
     microbatches: Sequence[Microbatch], more_or_fewer: str
 ) -> ValueError:
+    """Returns the error for a sequence that yields more or fewer microbatches than its length."""
     return ValueError(
         f"microbatches yields {more_or_fewer} than the {len(microbatches)} microbatches of its "
         "length: return the number of microbatches from __len__"

@@ -44,6 +44,7 @@ from purestep.types import (
 )
 
 _NOTHING = nullcontext()
+_MISSING: Any = object()
 
 
 def accumulate(
@@ -136,9 +137,7 @@ def accumulate_group(
     )
     if is_recorded:
         validation.check_no_grad_leaves(params, leaves)
-    watch: AbstractContextManager[None] = nullcontext()
-    if needs_checks:
-        watch = validation.forbid_writes(params, leaves)
+    watch = validation.forbid_writes(params, leaves) if needs_checks else nullcontext()
 
     losses: list[Tensor] = []
     used_weights: list[Tensor] = []
@@ -150,7 +149,9 @@ def accumulate_group(
         for index, weights in enumerate(
             group.weights or [None] * len(group.microbatches)
         ):
-            microbatch = validation.take_next(microbatches, group.microbatches)
+            microbatch = next(microbatches, _MISSING)
+            if microbatch is _MISSING:
+                raise validation.wrong_length_error(group.microbatches, "fewer")
             if weights is None and weight_fn is not None:
                 weights = compute_weights(weight_fn, microbatch)
             data, is_recorded = detach_data(microbatch, is_recorded)
@@ -164,15 +165,15 @@ def accumulate_group(
                     on_grad_ready if index + 1 == len(group.microbatches) else None,
                 )
             losses.append(result.loss)
-            if group.counts is None:
-                used_weights.append(result.weights)
+            used_weights.append(result.weights)
             if not tree.is_empty(result.aux):
                 aux = add_aux(aux, result.aux)
             depends_on_params = depends_on_params or result.depends_on_params
             # Its memory is free before the sequence makes the next one.
             del microbatch, weights, data, result
 
-    validation.check_all_taken(microbatches, group.microbatches)
+    if next(microbatches, _MISSING) is not _MISSING:
+        raise validation.wrong_length_error(group.microbatches, "more")
     counts = group.counts or sum_weights(used_weights)
     if losses and not depends_on_params and has_tokens(counts):
         raise validation.no_dependence_error()
