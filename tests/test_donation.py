@@ -110,7 +110,7 @@ def test_leaves_and_data_that_share_memory_are_refused(case: Memory) -> None:
 
 
 def test_a_compiled_step_writes_to_what_is_donated() -> None:
-    """The whole step is one graph: its first call makes the checks that a trace cannot make."""
+    """Before that, the first call raises for memory that a microbatch shares."""
     step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn, donate=True)
     expected = step(tree.map(torch.clone, PARAMS), SGD.init(PARAMS), [MICROBATCH])
     params = tree.map(torch.clone, PARAMS)

@@ -98,7 +98,7 @@ def test_prefetch_copies_again_one_at_a_time() -> None:
 
 
 def test_prefetch_keeps_to_its_depth_where_other_ranks_have_more() -> None:
-    """The group that joins their collectives is not brought to the device as a whole."""
+    """A group is padded to the others' length without a copy of all of it on the device."""
     copies: list[Tensor] = []
     source = [[observed(copies.append) for _ in range(6)]]
     groups = ps.prefetch(source, "cpu", depth=1, weight_fn=zero_labels)
