@@ -105,6 +105,9 @@ def let_length_vary(tensor: Tensor) -> None:
 
 # Reverse mode: autograd adds gradients to their sums, on leaves made for one microbatch.
 
+PARAMETER_MARK = "_is_param"
+"""The attribute by which ``isinstance(tensor, nn.Parameter)`` knows a tensor of another class."""
+
 run_backward: Callable[..., Any] = _private("autograd.graph._engine_run_backward")
 """``torch.autograd.backward`` without its checks, which take as long as thirty small operations.
 
@@ -519,11 +522,10 @@ def has_backward_hooks(modules_or_tensors: Iterable[Any]) -> bool:
     return False
 
 
-def has_additive_masks(module: Any) -> bool:
+def has_additive_masks(config: Any) -> bool:
     """Returns whether a Hugging Face model runs "eager" attention, which adds masks to its scores.
 
-    Returns False where the config no longer names the implementation.
+    Returns False where the model's config no longer names the implementation.
     """
-    config = getattr(module, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
     return bool(implementation == "eager")

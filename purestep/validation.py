@@ -151,14 +151,14 @@ def check_no_graph(params: Params, axis: Axis) -> None:
 def check_no_grad_leaves(params: Params, leaves: Sequence[Any]) -> None:
     """Raises TypeError if leaves of autograd require grad: their graph would grow with each step.
 
-    In a transform or a compiler, only an ``nn.Parameter`` is known to be a leaf of autograd.
+    In a transform or a compiler, only an ``nn.Parameter`` is known to be a leaf of autograd. The
+    leaves that another step makes, around this one, are ``Tensor``, and pass there.
     """
     is_plain = tree.is_plain_eager()
     for position, leaf in enumerate(leaves):
+        is_parameter = type(leaf) is not Tensor and isinstance(leaf, torch.nn.Parameter)
         # Under a transform, its own variables look like leaves.
-        is_graphless = isinstance(leaf, torch.nn.Parameter) or (
-            is_plain and leaf.is_leaf
-        )
+        is_graphless = is_parameter or (is_plain and leaf.is_leaf)
         if leaf.requires_grad and is_graphless:
             raise TypeError(
                 f"{_path_of(params, position)} requires grad and was computed from nothing, as an "
@@ -417,9 +417,11 @@ class forbid_module_recompute(TorchFunctionMode):  # noqa: N801
     ) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             for value in tree.leaves((args, kwargs)):
-                if isinstance(value, torch.nn.Parameter) and (
-                    value.untyped_storage() not in self._leaves
-                ):
+                if not isinstance(value, torch.nn.Parameter):
+                    continue
+                storage = value.untyped_storage()
+                # A compiler that begins to trace has stand-ins, whose memory is on "meta".
+                if storage.device.type != "meta" and storage not in self._leaves:
                     raise ValueError(
                         "a checkpoint inside loss_fn recomputes with a module's own parameter, of "
                         f"shape {tuple(value.shape)}: inside of torch.func.functional_call that is "

@@ -21,7 +21,11 @@ from purestep.grads.microbatch import (
     MicrobatchResult,
 )
 from purestep.objective import forward_microbatch, weighted_sum
-from purestep.torch_private import check_inference_mode, run_backward
+from purestep.torch_private import (
+    PARAMETER_MARK,
+    check_inference_mode,
+    run_backward,
+)
 from purestep.types import GradHook, LossFn, Tree
 
 
@@ -45,6 +49,8 @@ def inplace_backward(
         else:
             # By map: with 2,000 leaves, comprehensions of methods take half as long again.
             leaves = [*map(Tensor.requires_grad_, map(Tensor.detach, inputs.leaves))]
+            for leaf in leaves:  # A module takes such leaves without an alias of each.
+                setattr(leaf, PARAMETER_MARK, True)
         params = tree.unflatten(inputs.spec, leaves)
         notes: AbstractContextManager[None] = nullcontext()
         backward_notes: AbstractContextManager[None] = nullcontext()
@@ -70,6 +76,7 @@ def inplace_backward(
                 on_grad_ready,
                 data=inputs.microbatch,
                 needs_checks=inputs.needs_checks,
+                are_module_parameters=own_leaves is not None,
             )
         # The casts of these leaves are of no use to another microbatch.
         torch.clear_autocast_cache()
@@ -89,6 +96,7 @@ def run_backward_into(
     *,
     data: Tree = (),
     needs_checks: bool = False,
+    are_module_parameters: bool = False,
 ) -> bool:
     """Adds the gradients of Σ term · cotangent to the accumulator; clears ``.grad`` of the leaves.
 
@@ -96,7 +104,7 @@ def run_backward_into(
     term is left; else whether any leaf has a sum, even from an earlier microbatch. No sum shares
     memory with ``data``. ``on_grad_ready`` takes each sum that the pass reaches, and returns the
     tensor to keep. ``needs_checks`` warns of module parameters beside ``leaves``, and raises if the
-    loss recomputes with them.
+    loss recomputes with them, unless the leaves ``are_module_parameters`` themselves.
     """
     for index in reversed(range(len(terms))):
         if not terms[index].requires_grad:
@@ -122,12 +130,10 @@ def run_backward_into(
     if needs_checks:
         reachable = validation.reachable_leaves(terms)
         validation.warn_of_constants(reachable, leaves)
-    # A module's own parameters are those with which it computes again.
-    if leaves and isinstance(leaves[0], torch.nn.Parameter):
-        needs_checks = False
-    watch = (
-        validation.forbid_module_recompute(leaves) if needs_checks else nullcontext()
-    )
+    watch: AbstractContextManager[object] = nullcontext()
+    # A module computes again with its parameters, which are right where they are the leaves.
+    if needs_checks and not are_module_parameters:
+        watch = validation.forbid_module_recompute(leaves)
     with watch, hooks:
         run_backward(
             tuple(terms),

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from purestep import tree
 from purestep.nn import (
     dropout,
     first_call,
+    hooks,
     huggingface,
     outside,
     rebuild,
@@ -79,9 +81,10 @@ def from_module(
     writes to a tensor of the module or of params, or assigns to a buffer. It is also refused if it
     computes with a parameter of the module instead of params.
     There is no check under a compiler: call ``apply`` once without it. Each call copies the objects
-    that refer to the module, also in keys and sets. Closures of hooks are shared. Where a hook
-    fills a dict by layer, its keys stay the module's layers. Methods that were compiled before, as
-    by ``module.compile()``, run uncompiled: compile the step instead.
+    that refer to the module, also in keys and sets. Closures of hooks are shared. A call may
+    register a hook, for itself alone, if the first call with its keywords and flags does. Where a
+    hook fills a dict by layer, its keys stay the module's layers. Methods that were compiled
+    before, as by ``module.compile()``, run uncompiled: compile the step instead.
 
     **Checkpoints** with ``use_reentrant=False`` recompute with the params of their call.
     ``torch.func`` does not support checkpoints, and a step refuses reentrant ones.
@@ -244,7 +247,8 @@ class Apply:
         skip_compilation(Apply.__call__)
         tensors = name_tensors(module, trained)
         validation.check_trained(trained, tensors)
-        self._trained = trained
+        # Weakly: where the module is gone, the memory of its parameters is free.
+        self._trained = {name: ref(p) for name, p in trained.items()}
         self._names = [*trained]
         self._constants: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -280,12 +284,18 @@ class Apply:
         )
         self._hooks_backward = has_backward_hooks(module.modules())
         self._is_eval = False
+        self._registers_hooks = False
         # Signatures of the calls that were checked.
         self._known: set[Any] = set()
         self.eval = copy(self)
+        self.eval._trained = self._trained
         self.eval._is_eval = True
         self.eval._known = set()
         self.eval.eval = self.eval
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what another process needs, which does not have the module's parameters."""
+        return {**vars(self), "_trained": {}}
 
     def __call__(
         self,
@@ -329,16 +339,20 @@ class Apply:
             values = [_as_parameter(p) for p in values]
             signature = self._find_new_signature(key, buffer_values, args, kwargs)
         if signature is not None:
-            unwritable = {**self._constants, **frozen}
-            unwritable.update(zip(self._names, values, strict=True))
             first_call_check = first_call.check_first_call(
-                unwritable,
-                self._trained,
+                {
+                    **self._constants,
+                    **frozen,
+                    **dict(zip(self._names, values, strict=True)),
+                },
+                self._module_parameters(),
                 inputs=tree.leaves((args, kwargs)),
                 uses_keys=key is not None,
             )
         constants = {**self._constants, **frozen, **buffer_values}
-        copies = self._copy_module([*values, *constants.values()])
+        takes_hooks = is_traced or signature is not None or self._registers_hooks
+        copies = self._copy_module([*values, *constants.values()], takes_hooks)
+        num_hooks = hooks.count_registered()
         module = copies.module
         if self._mappings and not is_traced:
             rekeyed = outside.rekey_mappings(
@@ -360,6 +374,7 @@ class Apply:
         huggingface.check_call(self._models, args, kwargs, output)
         if signature is not None:
             first_call.check_assigned(module, self._select_buffers(buffer_values))
+            self._registers_hooks |= hooks.count_registered() > num_hooks
             self._known.add(signature)
         if buffers is None:
             return output
@@ -404,16 +419,29 @@ class Apply:
         local = {name: shard.local for name, shard in shards.items()}
         return shards, {**full, **local}
 
-    def _copy_module(self, tensors: Sequence[Tensor]) -> rebuild.Copies:
+    def _copy_module(
+        self, tensors: Sequence[Tensor], takes_hooks: bool
+    ) -> rebuild.Copies:
         """Copies the module around tensors; the copy of ``apply.eval`` is in evaluation mode.
 
         The copy lacks the hooks by which a ``tp_plan`` sums ``param.grad``.
         """
-        copies = rebuild.rebuild(self._recipe, tensors, self._is_eval)
+        copies = rebuild.rebuild(
+            self._recipe, tensors, self._is_eval, takes_hooks=takes_hooks
+        )
         for path in self._partial_modules:
             number = self._recipe.module_numbers[path]
             huggingface.remove_grad_sums(copies.objects[number])
         return copies
+
+    def _module_parameters(self) -> dict[str, Parameter]:
+        """Returns the module's parameters that train, by name, unless the module is gone."""
+        parameters = {}
+        for name, reference in self._trained.items():
+            parameter = reference()
+            if parameter is not None:
+                parameters[name] = parameter
+        return parameters
 
     def _prepare_trace(self) -> None:
         """Raises ``ValueError`` for hooks on backward passes, which a compiler would leave out.
@@ -524,14 +552,19 @@ def _find_partial_params(
 
 
 def _as_parameter(p: Tensor) -> Tensor:
-    """Makes an alias of a param that is an ``nn.Parameter`` to the module, where that is safe.
+    """Returns what is an ``nn.Parameter`` to the module: ``p`` itself, or an alias; else ``p``.
 
-    Elsewhere it returns ``p``. A module may ask ``isinstance(self.weight, nn.Parameter)``. Not safe
-    are casts of a param, and what ``unshard`` returns: these are no leaves of autograd. Also,
-    ``forbid_module_recompute`` takes an ``nn.Parameter`` that is not in the params' memory for
-    another module's. Nor is it in half precision: a leaf's gradient is summed in float32, that of
-    an alias is not.
+    A module may ask ``isinstance(self.weight, nn.Parameter)``. The leaves that a step makes are
+    such, and pass as they are, since an alias is one more node of the graph. Of a module's own
+    parameters, passed as params, there is an alias.
+
+    Where an alias is not safe, ``p`` is no parameter to the module. Casts of a param, and what
+    ``unshard`` returns, are no leaves of autograd. Also, ``forbid_module_recompute`` takes an
+    ``nn.Parameter`` that is not in the params' memory for another module's. Nor is an alias safe in
+    half precision: a leaf's gradient is summed in float32, that of an alias is not.
     """
+    if type(p) is Tensor and isinstance(p, Parameter):
+        return p
     is_plain_leaf = type(p) in (Tensor, Parameter) and p.is_leaf
     if is_plain_leaf and tree.accumulation_dtype(p.dtype) is p.dtype:
         return p.as_subclass(Parameter)

@@ -14,13 +14,14 @@ from purestep.torch_private import backward_hooks_of, has_additive_masks
 
 
 class Models(NamedTuple):
-    """Lists the models of transformers in a module, and what calls of the module need to know."""
+    """Says what calls need to know of the models of transformers in a module."""
 
-    models: list[Module]
+    configs: list[Any]
+    """The ``config`` of each model."""
     arguments: list[str]
     """The arguments of the module's ``forward``, by position."""
     inspected: list[tuple[Module, str]]
-    """Methods whose signatures are read during calls, and have to be read before a trace."""
+    """Methods whose signatures calls read, and that have to be read before a trace."""
 
 
 def models_of(module: Module) -> Models:
@@ -29,22 +30,28 @@ def models_of(module: Module) -> Models:
     Returns with them the arguments of the module's ``forward``, and methods to inspect before a
     trace.
 
-    >>> models_of(torch.nn.Linear(1, 1)).models
+    >>> models_of(torch.nn.Linear(1, 1)).configs
     []
     """
-    models = []
+    configs = []
     # apply_chunking_to_forward of transformers reads the signature of this method, and so does
     # torch's Module.__setattr__ that of an overridden register_buffer.
-    chunked: dict[type, Module] = {}
+    inspected = {(type(module), "register_buffer")}
     for part in module.modules():
         if hasattr(type(part), "base_model_prefix"):
-            models.append(part)
-        if hasattr(part, "feed_forward_chunk"):
-            chunked[type(part)] = part
-    inspected: list[tuple[Module, str]] = [(module, "register_buffer")]
-    inspected += [(part, "feed_forward_chunk") for part in chunked.values()]
+            configs.append(getattr(part, "config", None))
+        if hasattr(type(part), "feed_forward_chunk"):
+            inspected.add((type(part), "feed_forward_chunk"))
+    methods = [(_empty_module(cls), name) for cls, name in inspected]
     arguments = [*inspect.signature(type(module).forward).parameters]
-    return Models(models, arguments[1:], inspected)  # without self
+    return Models(configs, arguments[1:], methods)  # without self
+
+
+def _empty_module(cls: type[Module]) -> Module:
+    """Makes an object that has a module's methods, but no parts and no parameters to keep alive."""
+    module = object.__new__(cls)
+    Module.__init__(module)
+    return module
 
 
 def check_call(
@@ -56,10 +63,10 @@ def check_call(
     does not ask for a cache, but the model returns one. Only arguments of the module itself are
     checked, not what it passes to models within it.
     """
-    if not models.models:
+    if not models.configs:
         return
     arguments = {**dict(zip(models.arguments, args, strict=False)), **kwargs}
-    if any(has_additive_masks(model) for model in models.models):
+    if any(has_additive_masks(config) for config in models.configs):
         for name, value in arguments.items():
             if name.endswith("attention_mask"):
                 _check_mask(name, value)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from purestep import torch_private
+from purestep.nn import hooks
 from purestep.torch_private import original_function
 
 
@@ -74,10 +75,17 @@ class Copies(NamedTuple):
         return self.containers[number]
 
 
-def rebuild(recipe: Recipe, tensors: Sequence[Tensor], is_eval: bool) -> Copies:
+def rebuild(
+    recipe: Recipe,
+    tensors: Sequence[Tensor],
+    is_eval: bool,
+    *,
+    takes_hooks: bool = True,
+) -> Copies:
     """Copies the module around tensors; ``is_eval`` puts the copy in evaluation mode.
 
-    The tensors replace those of ``make_recipe``, in the same order. No ``__init__`` runs.
+    The tensors replace those of ``make_recipe``, in the same order. No ``__init__`` runs. Without
+    ``takes_hooks``, which takes longer, hooks cannot be registered on a copy that has none.
 
     This runs in each call, so it is a few plain loops; a compiler traces them like other code.
     """
@@ -94,6 +102,8 @@ def rebuild(recipe: Recipe, tensors: Sequence[Tensor], is_eval: bool) -> Copies:
         containers[number][values[key_position]] = values[position]
     for cell_position, position in recipe.cell_contents:
         values[cell_position].cell_contents = _weakly(values[position])
+    if takes_hooks:
+        hooks.give_dicts(containers[: len(objects)])
     is_traced = torch.compiler.is_dynamo_compiling()
     # The containers of no object come last, and are left out here.
     for obj, attributes in zip(objects, containers, strict=False):
@@ -154,6 +164,9 @@ class _RecipeBuilder:
         shared_ids = {id(value) for value in shared}
         holders = _find_holders(module, self._parts_by_id, shared_ids)
         self._copied = _find_copied(module, tensors, holders)
+        empty_dicts = {id(empty) for empty in hooks.find_empty_dicts(module)}
+        for empty_id in empty_dicts:
+            self._copied.pop(empty_id, None)
         self._objects: list[Any] = []
         plain_containers: list[Any] = []
         for value in self._copied.values():
@@ -179,6 +192,10 @@ class _RecipeBuilder:
             module_numbers=self._number_modules(module),
             root=self._positions[id(module)],
         )
+        for template in self.recipe.containers[: len(self._objects)]:
+            for name, value in template.items():
+                if id(value) in empty_dicts:
+                    template[name] = hooks.NoHooks()
 
     def _number_modules(self, module: Module) -> dict[str, int]:
         """Maps the path of each part of a module to its number among the objects."""
