@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,18 +26,22 @@ from benchmarks.gpu.models import (
 )
 from purestep import optim, tree
 
-Update = Callable[[list[Batch]], object]
+Group = Sequence[Batch]
+Update = Callable[[Group], object]
 """One update on a group of microbatches."""
 
 RATE, DECAY = 1e-4, 1e-2
 CLIPPED = optim.chain(
     optim.clip_by_global_norm(1.0), optim.adamw(RATE, weight_decay=DECAY)
 )
+WHOLE = "ps.compile(step), donate"
+STACKED = "ps.compile(step), donate, stacked"
 SECONDS_FOR_A_WAY = 12
 SECONDS_FOR_A_GRAPH = 70
 """To compile one: with less, a section is content with what it has compiled."""
 BY_HAND = "by hand"
 GRAPH = "purestep, donate, CUDA graph"
+COMPILED_GRAPH = "purestep, donate, compile=True, CUDA graph"
 SIDE_LINES = ("bf16", "normalize")
 """What the names of ways hold that are measured with the fewest and the most microbatches alone."""
 
@@ -80,8 +84,52 @@ def run_gpt_by_hand_compiled(run: Run) -> None:
 def run_gpt_compiled(run: Run) -> None:
     """Compiles a step, and measures it in its turn."""
     bench = Bench(run)
-    make = partial(bench.make_step, donate=True, compile=choose_compiler(run))
+    params, loss_fn = bench.make_loss(half=False)
+    step = ps.make_update_step(
+        loss_fn, CLIPPED, donate=True, compile=choose_compiler(run)
+    )
+    make = partial(make_update, step, params)
+    del params  # The update donates them.
     measure_compiled(run, bench, "purestep, donate, compile=True", make)
+    del make
+    if run.is_cuda and run.has_time(SECONDS_FOR_A_WAY, "ways", COMPILED_GRAPH):
+        with run.attempt("ways", COMPILED_GRAPH):
+            params, _ = bench.make_loss(half=False)
+            capture = partial(bench.capture, COMPILED_GRAPH, step, params)
+            bench.measure(COMPILED_GRAPH, bench.prepare(COMPILED_GRAPH, capture))
+
+
+def run_gpt_whole(run: Run) -> None:
+    """Compiles a step with its one microbatch to one graph, and measures it in its turn."""
+    measure_whole(run, WHOLE)
+
+
+def run_gpt_stacked(run: Run) -> None:
+    """Compiles a step to one graph of any number of microbatches, and measures it in its turn."""
+    measure_whole(run, STACKED)
+
+
+def measure_whole(run: Run, name: str) -> None:
+    """Compiles a step to one graph, and measures it in its turn."""
+    bench = Bench(run)
+    params, loss_fn = bench.make_loss(half=False)
+    settings: dict[str, Any] = {"fullgraph": True}
+    if run.tiny:
+        settings["backend"] = "aot_eager"
+    step = ps.make_update_step(loss_fn, CLIPPED, donate=True)
+    make = partial(make_update, ps.compile(step, **settings), params)
+    del params  # The update donates them.
+    measure_compiled(run, bench, name, make)
+
+
+def make_update(step: Any, params: Any) -> Update:
+    """Returns updates by a step, from these params on."""
+    state = [params, CLIPPED.init(params)]
+
+    def update(group: Group) -> None:
+        state[:] = step(state[0], state[1], group)[:2]
+
+    return update
 
 
 def measure_compiled(
@@ -93,6 +141,8 @@ def measure_compiled(
         measure.free_memory(run)
         run.wait_for_turn()
         bench.measure(name, update)
+        del update
+        measure.free_memory(run)
 
 
 class Bench:
@@ -106,8 +156,8 @@ class Bench:
         self.run = run
         self.sizes = gpt_sizes(run)
         numbers = (1, 2) if run.tiny else (1, 4, 16)
-        self.groups = [make_text(run, number) for number in numbers]
-        self.prepared: dict[str, list[list[Batch]]] = {}
+        self.groups: list[Group] = [make_text(run, number) for number in numbers]
+        self.prepared: dict[str, list[Group]] = {}
         """For each way, the groups on which it has run."""
         self.num_parameters = sum(leaf.numel() for leaf in build_gpt(run).parameters())
         self.peak = find_peak(torch.cuda.get_device_name(0)) if run.is_cuda else None
@@ -132,7 +182,7 @@ class Bench:
 
         loss_fn = compile_function(self.run, sum_losses) if compiled else sum_losses
 
-        def update(group: list[Batch]) -> None:
+        def update(group: Group) -> None:
             number = torch.stack(
                 [(batch["labels"] != -100).sum() for batch in group]
             ).sum()
@@ -163,25 +213,23 @@ class Bench:
     def make_step(self, *, half: bool = False, **settings: Any) -> Update:
         """Returns a step of purestep's."""
         params, loss_fn = self.make_loss(half)
-        step = ps.make_update_step(loss_fn, CLIPPED, **settings)
-        state = [params, CLIPPED.init(params)]
-
-        def update(group: list[Batch]) -> None:
-            state[:] = step(state[0], state[1], group)[:2]
-
-        return update
+        return make_update(ps.make_update_step(loss_fn, CLIPPED, **settings), params)
 
     def make_graph(self) -> Update:
         """Returns a step that is one CUDA graph for each number of microbatches."""
         params, loss_fn = self.make_loss(half=False)
         step = ps.make_update_step(loss_fn, CLIPPED, donate=True)
+        return self.capture(GRAPH, step, params)
+
+    def capture(self, name: str, step: Any, params: Any) -> Update:
+        """Returns a donated step that is one CUDA graph for each number of microbatches."""
         replays: dict[int, Callable[[], None]] = {}
 
-        def update(group: list[Batch]) -> None:
+        def update(group: Group) -> None:
             if len(group) not in replays:
                 # Each graph has params of its own, so that none overwrites another's.
                 captured = capture_update(step, params, CLIPPED, group)
-                self.run.check("ways", GRAPH, state_stays=captured.state_stays)
+                self.run.check("ways", name, state_stays=captured.state_stays)
                 replays[len(group)] = captured.replay
             replays[len(group)]()
 
@@ -219,21 +267,25 @@ class Bench:
             entries = measure.time_calls(self.run, call, seconds=0.5, blocks=3)
             tokens = number * self.sizes.rows * self.sizes.context
             entries |= self.rate_tokens(tokens / entries["ms"] * 1000)
-            if name != GRAPH:
+            if name not in (GRAPH, COMPILED_GRAPH):
                 # The allocator does not count what a graph uses.
                 entries |= measure.measure_peak(self.run, call)
             self.run.add(*path, **entries)
-        group = self.groups[0]
+        group = self.prepared[name][0]
         if self.run.has_time(4, "ways", name, "profile"):
             profile = measure.count_launches(self.run, partial(update, group))
             self.run.add("ways", name, "profile", **profile)
             waits = measure.find_waits(self.run, partial(update, group))
             self.run.add("ways", name, "profile", waits=waits)
 
-    def choose_groups(self, name: str) -> list[list[Batch]]:
+    def choose_groups(self, name: str) -> list[Group]:
         """Returns the groups on which a way is measured."""
         if any(word in name for word in SIDE_LINES):
             return [self.groups[0], self.groups[-1]]
+        if name == WHOLE:
+            return self.groups[:1]
+        if name == STACKED:
+            return [ps.stack(group) for group in self.groups[1:]]
         return self.groups
 
     def rate_tokens(self, tokens_per_second: float) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class CapturedUpdate(NamedTuple):
 
 
 def capture_update(
-    step: Any, params: Any, optimizer: Any, group: list[Any], *, copy: bool = True
+    step: Any, params: Any, optimizer: Any, group: Sequence[Any], *, copy: bool = True
 ) -> CapturedUpdate:
     """Captures a donated step on some data."""
     state = [tree.map(torch.clone, params) if copy else params]

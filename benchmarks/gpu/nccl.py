@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import purestep as ps
 from benchmarks.gpu import measure, models
@@ -34,6 +34,8 @@ class Way(NamedTuple):
     settings: dict[str, Any]
     sharded_over: Any = None
     """The axis over which params are cut, if they are."""
+    waits: int = 0
+    """How often the host waits for the device."""
 
 
 def run_nccl(run: Run) -> None:
@@ -42,7 +44,8 @@ def run_nccl(run: Run) -> None:
         torch.cuda.set_device(0)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
-            "nccl" if run.is_cuda else "gloo",
+            # As by default: what ranks say to each other on the host does not wait for the device.
+            "cpu:gloo,cuda:nccl" if run.is_cuda else "gloo",
             init_method=f"file://{folder}/store",
             rank=0,
             world_size=1,
@@ -70,6 +73,12 @@ class World:
         )
         line = init_device_mesh(run.device, (1,), mesh_dim_names=("dp",))
         self.axis = ps.MeshAxis(line, "dp", bucket_bytes=BUCKET_BYTES)
+        alone = DeviceMesh.from_group(
+            dist.new_group(backend="nccl" if run.is_cuda else "gloo"),
+            run.device,
+            mesh_dim_names=("dp",),
+        )
+        self.device_axis = ps.MeshAxis(alone, "dp", bucket_bytes=BUCKET_BYTES)
         self.shard_axis = ps.MeshAxis(mesh, "shard", bucket_bytes=BUCKET_BYTES)
         self.both = ps.MeshAxis(mesh, ("replicate", "shard"), bucket_bytes=BUCKET_BYTES)
         self.group = models.make_regression(ROWS, WIDTHS, run.device)
@@ -92,6 +101,7 @@ class World:
         """Returns each way to take a step."""
         axis, both = {"axis": self.axis}, {"axis": self.both}
         gathered = {**axis, "loss_fn": self.gathered_loss}
+        on_device = {"axis": self.device_axis}
         return {
             "replicated": Way(axis),
             "replicated, donate": Way({**axis, "donate": True}),
@@ -101,6 +111,10 @@ class World:
             "gather=step": Way({**axis, "gather": "step"}, self.axis),
             "gather=microbatch": Way({**axis, "gather": "microbatch"}, self.axis),
             "gather=loss": Way({**gathered, "gather": "loss"}, self.axis),
+            "replicated, no backend of the host": Way(on_device),
+            "gather=microbatch, no backend of the host": Way(
+                {**on_device, "gather": "microbatch"}, self.device_axis, waits=2
+            ),
             "mesh of two dimensions": Way(both),
             "shards in one of two dimensions": Way(
                 {**both, "gather": "step"}, self.shard_axis
@@ -144,7 +158,8 @@ class World:
                     "ways", name, near_to_local=distance < NEAR and loss < NEAR
                 )
                 if self.run.is_cuda:
-                    self.run.check("ways", name, no_waits=not waits)
+                    is_expected = len(waits) == way.waits
+                    self.run.check("ways", name, waits_as_expected=is_expected)
 
     def checks(self) -> dict[str, Any]:
         """Returns what is looked at beside the ways."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,6 +97,7 @@ class Orchestrator:
                     self.finish(process)
                 elif process.is_ready():
                     running.remove(process)
+                    process.limit = math.inf  # Others may take minutes before its turn.
                     self.write()
             self.pause()
 
@@ -103,7 +105,7 @@ class Orchestrator:
         """Runs a section, or gives a prepared one its turn, until it ends."""
         process = self.processes.get(section.name)
         if section.phase == "prepared":
-            if process is None or process.is_over():
+            if process is None or section.name in self.results:
                 return
             wanted = section.turn * self.slowness
             limit = time_limit(wanted, self.spent(), self.seconds)

@@ -13,8 +13,9 @@ BY_HAND = "by hand"
 def make_table(results: Entries) -> str:
     """Returns tables of what was measured, and of what does not hold."""
     gpt: Entries = {}
-    for name in ("gpt", "gpt_by_hand_compiled", "gpt_compiled"):
-        gpt |= get_dict(results.get(name, {}), "ways")
+    for section in SECTIONS:
+        if section.module == "gpt":
+            gpt |= get_dict(results.get(section.name, {}), "ways")
     mlp = turn_around(results.get("mlp", {}))
     parts = [
         describe_machine(results),
