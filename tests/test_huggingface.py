@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import apply_chunking_to_forward
 
 import purestep as ps
 from purestep.nn import huggingface
@@ -65,6 +66,28 @@ def test_compiled_too(family: str, form: Any) -> None:
     for name, grad in expected.items():
         error = (actual[name] - grad).norm()
         assert error <= bound * grad.norm(), name
+
+
+class Chunked(nn.Module):
+    """Runs a layer in chunks as DistilBERT does, which has no ``feed_forward_chunk``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def ff_chunk(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+    def forward(self, x: Tensor) -> Any:
+        return apply_chunking_to_forward(self.ff_chunk, 0, 1, x)
+
+
+def test_chunks_of_any_name_are_compiled() -> None:
+    module = Chunked()
+    params, apply = ps.from_module(module)
+    x = torch.ones(2, 3, 4)
+    compiled = torch.compile(lambda p, x: apply(p, x), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(params, x), module(x))
 
 
 def packed(family: str = "Llama") -> dict[str, Any]:

@@ -36,15 +36,15 @@ SECTIONS = [
     Section("gpt", "gpt", "alone", 100),
     Section("gpt_by_hand_compiled", "gpt", "prepared", 175, 25),
     Section("gpt_compiled", "gpt", "prepared", 175, 30),
-    Section("gpt_whole", "gpt", "prepared", 175, 15),
-    Section("gpt_stacked", "gpt", "prepared", 175, 25),
+    Section("gpt_whole", "gpt", "prepared", 240, 15),
+    Section("gpt_stacked", "gpt", "prepared", 240, 25),
     Section("mlp", "mlp", "prepared", 160, 35),
     Section("prefetch", "prefetch", "alone", 30),
     Section("jax", "jax_gpt", "alone", 90),
 ]
 """The most valuable first: what the time does not suffice for is dropped from the end."""
 
-TOTAL_SECONDS = 385.0
+TOTAL_SECONDS = 445.0
 """For all of them, on a real device."""
 
 LEAST_SECONDS = 15.0

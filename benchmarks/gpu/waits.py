@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
@@ -323,7 +323,7 @@ def look_at_prefetched(run: Run, problem: Problem) -> None:
 
 
 def look_at_graph(run: Run, problem: Problem) -> None:
-    """Captures a donated step as a CUDA graph, and compares it with eager steps."""
+    """Captures a donated step as a CUDA graph, and compares it with eager steps, on two groups."""
     case = problem.make_case(CLIPPED, donate=True)
     captured = capture_update(case.step, case.params, case.optimizer, case.group)
     params = tree.map(torch.clone, case.params)
@@ -332,6 +332,10 @@ def look_at_graph(run: Run, problem: Problem) -> None:
         state[:] = case.step(*state, case.group)[:2]
     for _ in range(4):
         captured.replay()
+    other_group = [tree.map(torch.neg, batch) for batch in case.group]
+    state[:] = case.step(*state, other_group)[:2]
+    tree.map(Tensor.copy_, case.group, other_group)
+    captured.replay()
     measure.synchronise(run)
     pairs = zip(tree.flatten(captured.state)[0], tree.flatten(state)[0], strict=True)
     distance = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)

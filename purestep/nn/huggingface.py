@@ -34,14 +34,15 @@ def models_of(module: Module) -> Models:
     []
     """
     configs = []
-    # apply_chunking_to_forward of transformers reads the signature of this method, and so does
-    # torch's Module.__setattr__ that of an overridden register_buffer.
+    # apply_chunking_to_forward of transformers reads the signature of feed_forward_chunk, ff_chunk
+    # and the like, and torch's Module.__setattr__ that of an overridden register_buffer.
     inspected = {(type(module), "register_buffer")}
     for part in module.modules():
         if hasattr(type(part), "base_model_prefix"):
             configs.append(getattr(part, "config", None))
-        if hasattr(type(part), "feed_forward_chunk"):
-            inspected.add((type(part), "feed_forward_chunk"))
+        for name, _ in inspect.getmembers_static(type(part), inspect.isfunction):
+            if "_chunk" in name:
+                inspected.add((type(part), name))
     methods = [(_empty_module(cls), name) for cls, name in inspected]
     arguments = [*inspect.signature(type(module).forward).parameters]
     return Models(configs, arguments[1:], methods)  # without self

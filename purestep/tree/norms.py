@@ -13,7 +13,12 @@ from purestep import torch_private
 from purestep.tree import foreach
 from purestep.tree.shard import ShardSpecs, zero_padding
 from purestep.tree.spec import flatten, shard_specs
-from purestep.tree.tracing import concrete_scalar, is_plain_eager, may_be_differentiated
+from purestep.tree.tracing import (
+    concrete_scalar,
+    is_plain_eager,
+    leaves_require_grad,
+    may_be_differentiated,
+)
 from purestep.types import Tree
 
 SMALL_LEAF = 4096
@@ -64,7 +69,7 @@ def global_norm(tree: Tree) -> Tensor:
         num_elements = sum(map(Tensor.numel, leaves))
         if num_elements < SMALL_LEAF * len(leaves):
             leaves = [torch.cat([*map(torch.flatten, leaves)])]
-    if not is_plain_eager(leaves):
+    if not is_plain_eager() or leaves_require_grad(leaves):
         leaf_norms = [_norm(leaf) for leaf in leaves]
         return _norm(torch.stack(leaf_norms))
     columns = [leaves]
@@ -178,7 +183,7 @@ def _leaves_finite(leaves: list[Tensor]) -> Tensor:
     if not leaves:
         return torch.tensor(True, device=device)
     parts = []
-    if leaves[0].is_cpu or not is_plain_eager(leaves):
+    if leaves[0].is_cpu or not is_plain_eager() or leaves_require_grad(leaves):
         # The extremes are finite if all values are, and nothing is written to find them.
         for leaf in leaves:
             least, largest = _extremes(leaf)
