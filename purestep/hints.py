@@ -15,6 +15,9 @@ from purestep import tree
 from purestep.counts import IGNORE_INDEX
 from purestep.types import Microbatch, OptState, Params
 
+_REDUCTION = re.compile(
+    r"unexpected keyword argument '(reduction|size_average|reduce)'"
+)
 _TARGET_SIZE = re.compile(
     r"Expected target size|Expected input batch_size|size mismatch.*target"
 )
@@ -25,7 +28,8 @@ def annotate_loss_errors(first: str, microbatch: Microbatch) -> Iterator[None]:
     """Adds notes to an error that a loss raises in this context, and raises it again.
 
     The notes say how ``loss_fn`` is called, with ``first`` as its first argument, and which fields
-    the microbatch has. They also say what to do where torch refuses the targets' shape.
+    the microbatch has. They also say what to do where torch refuses the targets' shape, and where a
+    loss of ``ps.losses`` takes no ``reduction``.
     """
     try:
         yield
@@ -36,6 +40,11 @@ def annotate_loss_errors(first: str, microbatch: Microbatch) -> Iterator[None]:
         )
         if isinstance(error, KeyError) and isinstance(microbatch, Mapping):
             error.add_note(f"this microbatch has {[*microbatch]}")
+        if _REDUCTION.search(str(error)):
+            error.add_note(
+                "ps.losses return one loss per token, as reduction='none' of torch's: leave the "
+                "argument out, since the step sums the losses and divides once"
+            )
         if _TARGET_SIZE.search(str(error)):
             error.add_note(
                 "torch's cross_entropy wants classes in the second dimension: pass logits.mT, or "

@@ -74,6 +74,11 @@ CASES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "it takes no opt_state", evaluate_with_a_state),
     (TypeError, r"called as weight_fn\(microbatch\)", swap_the_weight_function),
     (RuntimeError, "loss_fn calls .backward()", run_a_backward_pass_in_the_loss),
+    (
+        TypeError,
+        "ps.losses return one loss per token",
+        lambda: step_on(lambda p, m: PS.losses.mse(p["w"], m["x"], reduction="mean")),
+    ),
     (AttributeError, "no 'step': ps.make_update_step", lambda: SGD.step()),
     (AttributeError, "has no 'steps'$", lambda: SGD.steps()),
     (TypeError, "lr= of torch.optim is learning_rate=", lambda: PS.optim.adamw(lr=0.1)),
