@@ -5,6 +5,7 @@ proofs/test_kit.py tests that it accepts right trainers, and finds bugs that hav
 
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -613,6 +614,22 @@ def update(model, optimizer, microbatches, problem):
 
 trainer = ps.testing.loop(update)
 """
+
+
+def test_json_of_an_infinite_error_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of params that move without a token. JSON has no number for it."""
+    verdict = ps.testing.Verdict(ps.testing.LAWS["T1"], "wrong", size=math.inf)
+    monkeypatch.setattr(command_line, "run_laws", lambda *_, **__: [verdict])
+    monkeypatch.setattr(command_line, "report", lambda verdict: "")
+    file = tmp_path / "found.json"
+    trainer = "purestep.testing:ReferenceTrainer"
+    arguments = ["purestep.testing", trainer, "--laws", "T1", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert command_line.main() == 1
+    rows = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert {row["size"] for row in rows} == {None}
 
 
 LAWS_OF_MINE = ["mine:trainer", "--laws", "T1,T3", "--cases", "40"]

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def main() -> int:
             row |= {"law": name, "parts": part, "accepted": expected, "seed": seed}
             rows.append(row)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        options.json.write_text(json.dumps(rows, indent=1, allow_nan=False))
     print("", *complaints, sep="\n")
     return 1 if complaints else 0
 
@@ -155,8 +156,10 @@ def _find_complaints(
 
 
 def _verdict_as_dict(verdict: Verdict) -> dict[str, Any]:
+    """Returns a verdict as JSON has it, which knows no infinite size: None stands for it."""
     row = verdict._asdict()
     case = verdict.case
+    row["size"] = verdict.size if math.isfinite(verdict.size) else None
     row["case"] = None if case is None else case.describe()
     row["code"] = None if case is None else case.reproducer()
     return row
