@@ -23,6 +23,9 @@ from purestep.types import LossFn, Microbatch, OptState, Params, Tree, WeightFn
 DONATED = "_donated_to_purestep"
 """The attribute that marks the first leaf of a donated tree."""
 
+LEAF_OF_STEP = "_leaf_of_purestep"
+"""The attribute that marks the leaves by which a step differentiates one microbatch."""
+
 
 def check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> None:
     """Raises TypeError if ``loss_fn`` is not callable, or ``axis`` is not an axis.
@@ -152,11 +155,13 @@ def check_no_grad_leaves(params: Params, leaves: Sequence[Any]) -> None:
     """Raises TypeError if leaves of autograd require grad: their graph would grow with each step.
 
     In a transform or a compiler, only an ``nn.Parameter`` is known to be a leaf of autograd. The
-    leaves that another step makes, around this one, are ``Tensor``, and pass there.
+    leaves that another step makes, around this one, pass there.
     """
     is_plain = tree.is_plain_eager()
     for position, leaf in enumerate(leaves):
-        is_parameter = type(leaf) is not Tensor and isinstance(leaf, torch.nn.Parameter)
+        is_parameter = isinstance(leaf, torch.nn.Parameter) and not is_leaf_of_step(
+            leaf
+        )
         # Under a transform, its own variables look like leaves.
         is_graphless = is_parameter or (is_plain and leaf.is_leaf)
         if leaf.requires_grad and is_graphless:
@@ -174,6 +179,14 @@ def reused_donation_error(name: str) -> ValueError:
         f"{name} was donated to an earlier step, which wrote the new values over it: go on with "
         "what that step returned, or keep a copy, tree.map(torch.clone, params)"
     )
+
+
+def is_leaf_of_step(x: Any) -> bool:
+    """Returns whether a step made the tensor to differentiate a microbatch by it.
+
+    ``apply`` makes such a leaf an ``nn.Parameter`` to ``isinstance``.
+    """
+    return hasattr(x, LEAF_OF_STEP)
 
 
 def mark_donated(leaf: Tensor) -> None:
@@ -362,7 +375,9 @@ def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> Non
         return  # A loss that reaches no param at all is an error.
     constants = []
     for leaf in leaves:
-        if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in param_ids:
+        if is_leaf_of_step(leaf) or id(leaf) in param_ids:
+            continue  # Of another step, around this one.
+        if isinstance(leaf, torch.nn.Parameter):
             constants.append(leaf)
     if not constants:
         return
@@ -417,7 +432,7 @@ class forbid_module_recompute(TorchFunctionMode):  # noqa: N801
     ) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             for value in tree.leaves((args, kwargs)):
-                if not isinstance(value, torch.nn.Parameter):
+                if not isinstance(value, torch.nn.Parameter) or is_leaf_of_step(value):
                     continue
                 storage = value.untyped_storage()
                 # A compiler that begins to trace has stand-ins, whose memory is on "meta".

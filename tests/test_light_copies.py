@@ -82,18 +82,138 @@ def test_hooks_that_the_first_call_did_not_register_are_refused() -> None:
     assert len([*hooks.find_empty_dicts(module.layer)]) == 11
 
 
-def test_a_layer_that_a_call_copies_takes_hooks() -> None:
-    def run(module: Any, x: Tensor) -> Any:
-        twin = copy.deepcopy(module.layer) if len(x) == 2 else module.layer
-        if len(x) == 2:
-            twin.register_forward_hook(lambda layer, args, output: 2 * output)
-        return twin(x)
+def doubled_in_a_copy(module: Any, x: Tensor) -> Tensor:
+    """Registers a hook on a copy of a layer."""
+    twin = copy.deepcopy(module.layer)
+    twin.register_forward_hook(lambda layer, args, output: 2 * output)
+    return twin(x)
+
+
+@pytest.mark.parametrize("run", [doubled_by_a_hook, doubled_in_a_copy])
+@pytest.mark.parametrize(
+    "transfer",
+    [copy.copy, copy.deepcopy, lambda apply: pickle.loads(pickle.dumps(apply))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copies_of_apply_register_hooks_for_one_call(run: Any, transfer: Any) -> None:
+    module: Any = FunctionModule(run, layer=linear())
+    params, apply = ps.from_module(module)
+    x = torch.ones(1, D)
+    expected = 2 * module.layer(x)
+    assert torch.equal(apply(params, x), expected)
+    for other in (transfer(apply), transfer(apply.eval), apply):
+        for _ in range(3):
+            assert torch.equal(other(params, x), expected)
+
+
+def test_a_module_registers_hooks_in_calls_of_many_kinds() -> None:
+    def run(module: Any, x: Tensor, kind: str) -> Any:
+        return doubled_by_a_hook(module, x) if kind == "20" else module.layer(x)
 
     module: Any = FunctionModule(run, layer=linear())
     params, apply = ps.from_module(module)
-    apply(params, torch.ones(1, D))
-    two = torch.ones(2, D)
-    assert torch.equal(apply(params, two), 2 * module.layer(two))
+    x = torch.ones(1, D)
+    for kind in range(22):
+        apply(params, x, str(kind))
+    assert torch.equal(apply(params, x, "20"), 2 * module.layer(x))
+
+
+class Recorder(nn.Module):
+    """Fills a dict whose name is like those of torch's dicts of hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.my_hooks: OrderedDict[str, Any] = OrderedDict()
+
+    def forward(self, x: Tensor) -> Any:
+        self.my_hooks["seen"] = x
+        return self.layer(x) * len(self.my_hooks)
+
+
+class Watcher(nn.Module):
+    """Looks at a layer's hooks through another reference to their dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.hooks = [vars(self.layer)["_forward_hooks"]]
+
+    def forward(self, x: Tensor) -> Any:
+        handle = self.layer.register_forward_hook(lambda *args: None)
+        number = len(self.hooks[0])
+        handle.remove()
+        return self.layer(x) * number
+
+
+@pytest.mark.parametrize("make", [Recorder, Watcher])
+def test_dicts_that_are_more_than_hooks_are_copied(make: Any) -> None:
+    module = make()
+    params, apply = ps.from_module(module)
+    x = torch.ones(1, D)
+    for _ in range(3):
+        assert torch.equal(apply(params, x), module.layer(x))
+    assert not vars(module.layer)["_forward_hooks"]
+
+
+class Base:
+    """Takes an argument, which ``call_super_init`` hands on."""
+
+    def __init__(self, size: int = 0, *, name: str) -> None:
+        self.name = name
+
+
+class Named(nn.Module, Base):
+    """Says how to pickle itself, for which it has to be complete."""
+
+    call_super_init = True
+
+    def __init__(self) -> None:
+        super().__init__(name="named")
+        self.layer = linear()
+
+    def __getstate__(self) -> Any:
+        return {**vars(self), "layer": self.layer}
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+def test_a_module_with_another_base_is_split_and_pickled() -> None:
+    params, apply = ps.from_module(Named())
+    x = torch.ones(1, D)
+    twin = pickle.loads(pickle.dumps(apply))
+    assert torch.equal(twin(params, x), apply(params, x))
+
+
+@pytest.mark.parametrize("alias", [Tensor.detach, Tensor.t, lambda weight: weight.data])
+@pytest.mark.parametrize("transfer", [lambda apply: apply, copy.copy])
+def test_a_call_with_an_alias_of_a_module_that_is_gone_is_refused(
+    alias: Any, transfer: Any
+) -> None:
+    layer = linear()
+    kept = alias(layer.weight)
+    module: Any = FunctionModule(lambda module, x: module.layer(x) @ kept, layer=layer)
+    params, apply = ps.from_module(module)
+    del layer, module
+    with pytest.raises(ValueError, match=r"computes with layer\.weight of the module"):
+        transfer(apply)(params, torch.ones(1, D))
+    with pytest.raises(ValueError, match=r"computes with layer\.weight of the module"):
+        apply(params, torch.ones(1, D))
+
+
+def test_a_module_is_converted_by_swapping_after_it_was_split() -> None:
+    """As torch converts modules on DTensors: no weak reference to a parameter may be left."""
+    module = linear()
+    params, apply = ps.from_module(module)
+    setting = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(setting)
+    assert module.weight.dtype == torch.float64
+    assert apply(params, torch.ones(1, D)).dtype == torch.float32
 
 
 def test_copies_share_the_dicts_of_hooks() -> None:
@@ -156,9 +276,14 @@ def test_a_step_hands_its_leaves_to_the_module(dtype: torch.dtype) -> None:
 
     params, apply = ps.from_module(FunctionModule(run, layer=linear().to(dtype)))
     leaves: list[Tensor] = []
+    holder = nn.Linear(D, D)
 
     def loss_fn(p: Any, m: Batch) -> Any:
         leaves.append(p["layer.weight"])
+        # To the loss itself it is a tensor, as under a compiler.
+        assert not isinstance(p["layer.weight"], nn.Parameter)
+        with pytest.raises(TypeError, match="cannot assign"):
+            holder.weight = p["layer.weight"]
         return apply(p, m["x"]).square().sum(-1)
 
     group = [{"x": torch.ones(1, D, dtype=dtype)}] * 2

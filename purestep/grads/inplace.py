@@ -22,7 +22,6 @@ from purestep.grads.microbatch import (
 )
 from purestep.objective import forward_microbatch, weighted_sum
 from purestep.torch_private import (
-    PARAMETER_MARK,
     check_inference_mode,
     run_backward,
 )
@@ -50,7 +49,7 @@ def inplace_backward(
             # By map: with 2,000 leaves, comprehensions of methods take half as long again.
             leaves = [*map(Tensor.requires_grad_, map(Tensor.detach, inputs.leaves))]
             for leaf in leaves:  # A module takes such leaves without an alias of each.
-                setattr(leaf, PARAMETER_MARK, True)
+                setattr(leaf, validation.LEAF_OF_STEP, True)
         params = tree.unflatten(inputs.spec, leaves)
         notes: AbstractContextManager[None] = nullcontext()
         backward_notes: AbstractContextManager[None] = nullcontext()

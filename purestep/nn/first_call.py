@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
 from purestep import torch_private
@@ -51,23 +52,48 @@ def get_storage(value: Any) -> torch.UntypedStorage | None:
     return tensor.untyped_storage()
 
 
+class OwnStorages:
+    """Names the storages of a module's parameters, and keeps none of them alive.
+
+    Weak references to the parameters would forbid ``torch.utils.swap_tensors``, by which a module
+    on DTensors moves. A deep copy or a pickle names no storage, since it would meet others.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._names: dict[StorageWeakRef, str] = {}
+        for name, parameter in parameters.items():
+            storage = get_storage(parameter)
+            if storage is not None:
+                self._names[StorageWeakRef(storage)] = name
+
+    def __reduce__(self) -> Any:
+        return OwnStorages, ({},)
+
+    def except_for(
+        self, storages: Iterable[torch.UntypedStorage | None]
+    ) -> dict[StorageWeakRef, str]:
+        """Returns the names by storage, without those of ``storages``."""
+        others = {StorageWeakRef(x) for x in storages if x is not None}
+        return {ref: name for ref, name in self._names.items() if ref not in others}
+
+
 @contextmanager
 def check_first_call(
     frozen: Mapping[str, Tensor],
-    parameters: Mapping[str, Tensor],
+    own_storages: OwnStorages,
     inputs: Sequence[Any],
     uses_keys: bool,
 ) -> Iterator[dict[Any, str]]:
-    """Raises if a call writes to ``frozen``, reads other ``parameters``, or draws without keys.
+    """Raises if a call writes to ``frozen``, reads ``own_storages``, or draws without keys.
 
     The context raises ``ValueError`` at the first such operation of torch. It yields the names of
-    frozen tensors by storage, to which a unit adds the params that it gathers. ``parameters`` are
-    those of the module itself, instead of which the call should compute with params. They may be
-    read where they are also inputs, or ``frozen``: a caller may pass them as params. Draws are
-    checked if ``uses_keys``: torch's in operations, Python's and numpy's at the end.
+    frozen tensors by storage, to which a unit adds the params that it gathers. ``own_storages`` are
+    those of the module's own parameters, instead of which the call should compute with params. They
+    may be read where they are also inputs, or ``frozen``: a caller may pass them as params. Draws
+    are checked if ``uses_keys``: torch's in operations, Python's and numpy's at the end.
 
     >>> weight = torch.nn.Linear(1, 1).weight
-    >>> with check_first_call({"weight": weight}, {}, [], uses_keys=False):
+    >>> with check_first_call({"weight": weight}, OwnStorages({}), [], False):
     ...     weight.data.clamp_(0, 1)
     Traceback (most recent call last):
     ...
@@ -80,12 +106,7 @@ def check_first_call(
     }
     readable = {None, *frozen_names}
     readable |= {get_storage(x) for x in inputs}
-    unreadable_names = {}
-    for name, parameter in parameters.items():
-        storage = get_storage(parameter)
-        if storage not in readable:
-            unreadable_names[storage] = name
-
+    unreadable_names = own_storages.except_for(readable)
     states = _generator_states() if uses_keys else None
     check = _make_operation_check(unreadable_names, frozen_names, uses_keys)
     with torch_private.watch_operations(check):
@@ -99,7 +120,7 @@ def check_first_call(
 
 
 def _make_operation_check(
-    unreadable_names: Mapping[Any, str],
+    unreadable_names: Mapping[StorageWeakRef, str],
     frozen_names: Mapping[Any, str],
     uses_keys: bool,
 ) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], None]:
@@ -119,8 +140,11 @@ def _make_operation_check(
             writes = is_written or (bool(training) and name.startswith("running_"))
             values = value if isinstance(value, list | tuple) else [value]
             for storage in [get_storage(x) for x in values]:
-                if storage in unreadable_names:
-                    raise ValueError(_OWN_PARAMETER.format(unreadable_names[storage]))
+                if storage is None:
+                    continue
+                own_name = unreadable_names.get(StorageWeakRef(storage))
+                if own_name is not None:
+                    raise ValueError(_OWN_PARAMETER.format(own_name))
                 if writes and storage in frozen_names:
                     raise ValueError(_WRITES.format(frozen_names[storage]))
         # Operations such as rrelu draw only with training=True.

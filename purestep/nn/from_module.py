@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -35,12 +34,13 @@ from purestep.nn.units import Units, find_units, install_units
 from purestep.random import KeyOrPackedKeys
 from purestep.sharding.shard import unshard
 from purestep.torch_private import (
+    PARAMETER_MARK,
     check_no_rand_in_trace,
     has_backward_hooks,
     skip_compilation,
 )
 from purestep.tree.shard import Shard, is_shard
-from purestep.validation import DONATED, reused_donation_error
+from purestep.validation import DONATED, LEAF_OF_STEP, reused_donation_error
 
 MAX_SIGNATURES = 16
 """How many kinds of calls are checked: each prompt among the arguments, say, is another kind."""
@@ -248,7 +248,7 @@ class Apply:
         tensors = name_tensors(module, trained)
         validation.check_trained(trained, tensors)
         # Weakly: where the module is gone, the memory of its parameters is free.
-        self._trained = {name: ref(p) for name, p in trained.items()}
+        self._own_storages = first_call.OwnStorages(trained)
         self._names = [*trained]
         self._constants: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -273,6 +273,8 @@ class Apply:
         self._units = find_units(module, tensors, self._recipe, units)
         self._is_remat = remat
         self._models = huggingface.models_of(module)
+        inspected = huggingface.inspected_methods(module)
+        self._inspected = huggingface.with_empty_modules(inspected)
         self._partial_modules = huggingface.find_partial_modules(module)
         self._layouts: tensor_parallel.Layouts = {
             **tensor_parallel.find_dtensors(tensors),
@@ -288,14 +290,21 @@ class Apply:
         # Signatures of the calls that were checked.
         self._known: set[Any] = set()
         self.eval = copy(self)
-        self.eval._trained = self._trained
         self.eval._is_eval = True
         self.eval._known = set()
         self.eval.eval = self.eval
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what another process needs, which does not have the module's parameters."""
-        return {**vars(self), "_trained": {}}
+        """Returns the attributes, with classes in the place of modules that are empty.
+
+        The class of a module may say how to pickle a complete one.
+        """
+        inspected = [(type(owner), name) for owner, name in self._inspected]
+        return {**vars(self), "_inspected": inspected}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        inspected = huggingface.with_empty_modules(state["_inspected"])
+        vars(self).update(state, _inspected=inspected)
 
     def __call__(
         self,
@@ -345,13 +354,12 @@ class Apply:
                     **frozen,
                     **dict(zip(self._names, values, strict=True)),
                 },
-                self._module_parameters(),
+                self._own_storages,
                 inputs=tree.leaves((args, kwargs)),
                 uses_keys=key is not None,
             )
         constants = {**self._constants, **frozen, **buffer_values}
-        takes_hooks = is_traced or signature is not None or self._registers_hooks
-        copies = self._copy_module([*values, *constants.values()], takes_hooks)
+        copies = self._copy_module([*values, *constants.values()], signature)
         num_hooks = hooks.count_registered()
         module = copies.module
         if self._mappings and not is_traced:
@@ -419,13 +427,15 @@ class Apply:
         local = {name: shard.local for name, shard in shards.items()}
         return shards, {**full, **local}
 
-    def _copy_module(
-        self, tensors: Sequence[Tensor], takes_hooks: bool
-    ) -> rebuild.Copies:
+    def _copy_module(self, tensors: Sequence[Tensor], signature: Any) -> rebuild.Copies:
         """Copies the module around tensors; the copy of ``apply.eval`` is in evaluation mode.
 
-        The copy lacks the hooks by which a ``tp_plan`` sums ``param.grad``.
+        Calls may register hooks on it if their kind, with this ``signature``, is new or one too
+        many, or if a first call did. The copy lacks the hooks by which a ``tp_plan`` sums ``param.grad``.
         """
+        takes_hooks = self._registers_hooks or signature is not None
+        if torch.compiler.is_dynamo_compiling() or len(self._known) >= MAX_SIGNATURES:
+            takes_hooks = True
         copies = rebuild.rebuild(
             self._recipe, tensors, self._is_eval, takes_hooks=takes_hooks
         )
@@ -434,15 +444,6 @@ class Apply:
             huggingface.remove_grad_sums(copies.objects[number])
         return copies
 
-    def _module_parameters(self) -> dict[str, Parameter]:
-        """Returns the module's parameters that train, by name, unless the module is gone."""
-        parameters = {}
-        for name, reference in self._trained.items():
-            parameter = reference()
-            if parameter is not None:
-                parameters[name] = parameter
-        return parameters
-
     def _prepare_trace(self) -> None:
         """Raises ``ValueError`` for hooks on backward passes, which a compiler would leave out.
 
@@ -450,7 +451,7 @@ class Apply:
         """
         if self._hooks_backward:
             raise ValueError("a compiler leaves hooks on a module's backward pass out")
-        for owner, name in self._models.inspected:
+        for owner, name in self._inspected:
             # Dynamo cannot read the signature of a method on an object that is made in the trace,
             # as the copies are. It keeps signatures by function, so it reads them here.
             inspect.signature(getattr(owner, name))
@@ -563,7 +564,8 @@ def _as_parameter(p: Tensor) -> Tensor:
     ``nn.Parameter`` that is not in the params' memory for another module's. Nor is an alias safe in
     half precision: a leaf's gradient is summed in float32, that of an alias is not.
     """
-    if type(p) is Tensor and isinstance(p, Parameter):
+    if getattr(p, LEAF_OF_STEP, False):
+        setattr(p, PARAMETER_MARK, True)
         return p
     is_plain_leaf = type(p) in (Tensor, Parameter) and p.is_leaf
     if is_plain_leaf and tree.accumulation_dtype(p.dtype) is p.dtype:

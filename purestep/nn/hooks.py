@@ -22,8 +22,8 @@ class NoHooks(OrderedDict[int, Any]):
         )
 
     def __reduce__(self) -> Any:
-        # A copy that the module makes of a layer during the call has dicts for itself.
-        return OrderedDict, ()
+        # Of copies and pickles of ``apply``, too, whose calls share it in turn.
+        return NoHooks, ()
 
 
 def find_empty_dicts(module: Module) -> Iterator[OrderedDict[int, Any]]:
@@ -32,9 +32,13 @@ def find_empty_dicts(module: Module) -> Iterator[OrderedDict[int, Any]]:
     >>> len([*find_empty_dicts(Module())])
     11
     """
+    # Those of torch's own: a module may have other dicts, which its calls fill.
+    plain = vars(Module())
+    names = [name for name, value in plain.items() if type(value) is OrderedDict]
     for part in module.modules():
-        for name, value in vars(part).items():
-            if "_hooks" in name and type(value) is OrderedDict and not value:
+        for name in names:
+            value = vars(part).get(name)
+            if type(value) is OrderedDict and not value:
                 yield value
 
 

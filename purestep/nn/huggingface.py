@@ -20,39 +20,55 @@ class Models(NamedTuple):
     """The ``config`` of each model."""
     arguments: list[str]
     """The arguments of the module's ``forward``, by position."""
-    inspected: list[tuple[Module, str]]
-    """Methods whose signatures calls read, and that have to be read before a trace."""
 
 
 def models_of(module: Module) -> Models:
     """Finds the models of transformers in a module, by an attribute of their class.
 
-    Returns with them the arguments of the module's ``forward``, and methods to inspect before a
-    trace.
+    Returns their configs, and the arguments of the module's ``forward``.
 
     >>> models_of(torch.nn.Linear(1, 1)).configs
     []
     """
     configs = []
-    # apply_chunking_to_forward of transformers reads the signature of feed_forward_chunk, ff_chunk
-    # and the like, and torch's Module.__setattr__ that of an overridden register_buffer.
-    inspected = {(type(module), "register_buffer")}
     for part in module.modules():
         if hasattr(type(part), "base_model_prefix"):
             configs.append(getattr(part, "config", None))
-        for name, _ in inspect.getmembers_static(type(part), inspect.isfunction):
-            if "_chunk" in name:
-                inspected.add((type(part), name))
-    methods = [(_empty_module(cls), name) for cls, name in inspected]
     arguments = [*inspect.signature(type(module).forward).parameters]
-    return Models(configs, arguments[1:], methods)  # without self
+    return Models(configs, arguments[1:])  # without self
 
 
-def _empty_module(cls: type[Module]) -> Module:
-    """Makes an object that has a module's methods, but no parts and no parameters to keep alive."""
-    module = object.__new__(cls)
-    Module.__init__(module)
-    return module
+def inspected_methods(module: Module) -> list[tuple[type[Module], str]]:
+    """Lists methods whose signatures calls read, and that have to be read before a trace.
+
+    ``apply_chunking_to_forward`` of transformers reads that of ``feed_forward_chunk``, ``ff_chunk``
+    and the like. torch's ``Module.__setattr__`` reads that of an overridden ``register_buffer``.
+
+    >>> [name for _, name in inspected_methods(torch.nn.Linear(1, 1))]
+    ['register_buffer']
+    """
+    methods = [(type(module), "register_buffer")]
+    for cls in {type(part): None for part in module.modules()}:
+        for name, _ in inspect.getmembers_static(cls, inspect.isfunction):
+            if "_chunk" in name:
+                methods.append((cls, name))
+    return methods
+
+
+def with_empty_modules(
+    methods: Sequence[tuple[type[Module], str]],
+) -> list[tuple[Module, str]]:
+    """Returns an object for each class, with its methods, but no parts and no parameters.
+
+    A part itself would keep its parameters alive.
+    """
+    owners = []
+    for cls, name in methods:
+        # Not by Module.__init__, which may call that of another base, with its arguments.
+        module = object.__new__(cls)
+        vars(module).update(vars(Module()))
+        owners.append((module, name))
+    return owners
 
 
 def check_call(

@@ -164,9 +164,12 @@ class _RecipeBuilder:
         shared_ids = {id(value) for value in shared}
         holders = _find_holders(module, self._parts_by_id, shared_ids)
         self._copied = _find_copied(module, tensors, holders)
-        empty_dicts = {id(empty) for empty in hooks.find_empty_dicts(module)}
-        for empty_id in empty_dicts:
-            self._copied.pop(empty_id, None)
+        empty_dicts = set()
+        for empty in hooks.find_empty_dicts(module):
+            # What another object holds, too, has to stay the same object in each copy.
+            if len(holders[id(empty)]) == 1:
+                empty_dicts.add(id(empty))
+                self._copied.pop(id(empty))
         self._objects: list[Any] = []
         plain_containers: list[Any] = []
         for value in self._copied.values():
