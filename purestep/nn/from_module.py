@@ -359,7 +359,10 @@ class Apply:
                 uses_keys=key is not None,
             )
         constants = {**self._constants, **frozen, **buffer_values}
-        copies = self._copy_module([*values, *constants.values()], signature)
+        copies = self._copy_module(
+            [*values, *constants.values()],
+            takes_hooks=is_traced or self._may_register_hooks(signature),
+        )
         num_hooks = hooks.count_registered()
         module = copies.module
         if self._mappings and not is_traced:
@@ -427,15 +430,22 @@ class Apply:
         local = {name: shard.local for name, shard in shards.items()}
         return shards, {**full, **local}
 
-    def _copy_module(self, tensors: Sequence[Tensor], signature: Any) -> rebuild.Copies:
+    def _may_register_hooks(self, signature: Any) -> bool:
+        """Returns whether a call may register hooks: a first call did, or its kind is new.
+
+        A kind is new if it has a ``signature``, or if there may be too many kinds to know it.
+        """
+        is_new = signature is not None or len(self._known) >= MAX_SIGNATURES
+        return is_new or self._registers_hooks
+
+    def _copy_module(
+        self, tensors: Sequence[Tensor], *, takes_hooks: bool
+    ) -> rebuild.Copies:
         """Copies the module around tensors; the copy of ``apply.eval`` is in evaluation mode.
 
-        Calls may register hooks on it if their kind, with this ``signature``, is new or one too
-        many, or if a first call did. The copy lacks the hooks by which a ``tp_plan`` sums ``param.grad``.
+        With ``takes_hooks``, a call may register hooks on it. The copy lacks those by which a
+        ``tp_plan`` sums ``param.grad``.
         """
-        takes_hooks = self._registers_hooks or signature is not None
-        if torch.compiler.is_dynamo_compiling() or len(self._known) >= MAX_SIGNATURES:
-            takes_hooks = True
         copies = rebuild.rebuild(
             self._recipe, tensors, self._is_eval, takes_hooks=takes_hooks
         )
