@@ -167,10 +167,9 @@ def count_launches(run: Run, call: Call) -> dict[str, Any]:
         ]
         waits = [name for name in synchronisations if not name.startswith(LAUNCHES)]
         counts["synchronisations"] = dict(Counter(waits))
-        # Ranges of the host are shown on the device, too.
-        names = {event.name for event in on_host}
         on_device = [event for event in events if not is_on_host(event)]
-        counts |= sum_kernels(event for event in on_device if event.name not in names)
+        # Ranges of the host are shown on the device, too, under the names of Triton's kernels.
+        counts |= sum_kernels(e for e in on_device if not e.is_user_annotation)
     return counts
 
 
