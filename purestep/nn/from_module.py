@@ -68,8 +68,9 @@ def from_module(
     Returns:
         ``params``, a dict of copies, each tied parameter once, by its first name, and of a DTensor
         this rank's part; and ``apply(params, *args, **kwargs)``. Other parameters and all buffers
-        are constants, which are not copied. ``apply.eval`` runs the module in evaluation mode, for
-        ``make_eval_step``.
+        are constants, which are not copied. ``apply`` does not keep the module's parameters that
+        train: without the module, their memory is free. ``apply.eval`` runs the module in
+        evaluation mode, for ``make_eval_step``.
 
     **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, with the
     buffers after the call. A module that writes to its buffers in training, such as BatchNorm,
