@@ -228,6 +228,15 @@ def test_every_wait_is_seen(wait: Callable[[Tensor], Any]) -> None:
         assert len(waits.seen) == 1
 
 
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_all_finite_of_leaves_of_several_dtypes(bad: int) -> None:
+    leaves = []
+    for index, dtype in enumerate([torch.float32, torch.float64, torch.bfloat16]):
+        value = torch.inf if index == bad else 1.0
+        leaves.append(torch.tensor([1.0, value], dtype=dtype).to(get_device()))
+        assert bool(tree.all_finite(leaves)) == (index < bad)
+
+
 def test_groups_that_are_prefetched_from_the_host() -> None:
     """Also empty groups: the host waits for nothing, and their weights are moved too."""
     params, batch = make_problem()

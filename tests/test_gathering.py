@@ -188,6 +188,30 @@ def test_a_loss_that_catches_all_errors_does_not_go_on_alone(num_earlier: int) -
     axis.map(program)(range(2))
 
 
+def test_an_evaluation_leaves_out_a_layer_that_an_earlier_one_had() -> None:
+    """On all ranks: the layers that a loss gathers vary between evaluations."""
+    axis = ThreadAxis(2)
+    layers = make_layers(3)
+    depth = [3, 3]
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return loss_of_shards(params[: depth[axis.rank]], x)
+
+    def program(rank: int) -> list[Tensor]:
+        params = ps.shard(layers, axis)
+        evaluate = ps.make_eval_step(
+            loss_fn, weight_fn=weigh_ones, axis=axis, gather="loss"
+        )
+        losses = []
+        for depth[rank] in (3, 2, 3, 1):
+            losses.append(evaluate(params, [make_rows(2)]).loss)
+        return losses
+
+    x = make_rows(2)
+    expected = [loss_of_full(layers[:number], x).mean() for number in (3, 2, 3, 1)]
+    assert_same(axis.map(program)(range(2)), [expected] * 2)
+
+
 def test_pieces_that_fit_on_one_rank_alone() -> None:
     """Refuses shards cut by ``tensor_split`` on ranks 1 to 3, for which rank 0 does not wait."""
     axis = ThreadAxis(4)

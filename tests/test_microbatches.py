@@ -304,6 +304,16 @@ def test_plan_offers_the_nearest_that_work(total: int, local: int, ranks: int) -
     assert offers.get("local_tokens", []) == sorted(locals_that_work[:2])
 
 
+def test_plan_of_very_many_tokens_offers_no_divisors() -> None:
+    """At once: the divisors of a number above 10¹² would take seconds."""
+    with pytest.raises(ValueError, match="work: ") as info:
+        ps.plan(global_tokens=10**12 + 4, local_tokens=3, axis_size=2)
+    assert set(read_offers(str(info.value))) == {"global_tokens"}
+    with pytest.raises(ValueError, match="work: ") as info:
+        ps.plan(global_tokens=10**12, local_tokens=3, axis_size=2)
+    assert set(read_offers(str(info.value))) == {"global_tokens", "local_tokens"}
+
+
 # Sources of microbatches
 
 

@@ -562,3 +562,28 @@ def test_roots_are_torchs(x: float) -> None:
     roots = [*FOREACH.sqrt([torch.tensor(x)]), LEAF.sqrt(torch.tensor(x))]
     for root in roots:
         torch.testing.assert_close(root, torch.tensor(x).sqrt(), equal_nan=True)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_params_of_all_dtypes_are_updated_together(in_place: bool) -> None:
+    params = {str(dtype): torch.ones(2, dtype=dtype) for dtype in tree.FLOAT_DTYPES}
+    optimizer = ps.optim.sgd(0.5)
+    update = optimizer.update_ if in_place else optimizer.update
+    assert update is not None
+    grads = tree.map(torch.clone, params)
+    arguments = (torch.tensor(True),) if in_place else ()
+    new, _ = update(grads, optimizer.init(params), params, *arguments)
+    assert_same(new, tree.map(torch.clone, {k: p * 0 + 0.5 for k, p in params.items()}))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_under_other_names_are_refused(in_place: bool) -> None:
+    """Though they have the shapes of params, one by one."""
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    grads = {"a": torch.ones(2), "c": torch.ones(2)}
+    optimizer = ps.optim.sgd(0.5)
+    update = optimizer.update_ if in_place else optimizer.update
+    assert update is not None
+    arguments = (torch.tensor(True),) if in_place else ()
+    with pytest.raises(ValueError, match=r"'c'|\['b'\]"):
+        update(grads, optimizer.init(params), params, *arguments)
