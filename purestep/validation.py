@@ -24,7 +24,7 @@ DONATED = "_donated_to_purestep"
 """The attribute that marks the first leaf of a donated tree."""
 
 LEAF_OF_STEP = "_leaf_of_purestep"
-"""The attribute that marks the leaves by which a step differentiates one microbatch."""
+"""The attribute of each leaf that a step makes to differentiate one microbatch."""
 
 
 def check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> None:
@@ -182,7 +182,7 @@ def reused_donation_error(name: str) -> ValueError:
 
 
 def is_leaf_of_step(x: Any) -> bool:
-    """Returns whether a step made the tensor to differentiate a microbatch by it.
+    """Returns whether a tensor is a leaf that a step has made to differentiate one microbatch.
 
     ``apply`` makes such a leaf an ``nn.Parameter`` to ``isinstance``.
     """
@@ -375,9 +375,11 @@ def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> Non
         return  # A loss that reaches no param at all is an error.
     constants = []
     for leaf in leaves:
-        if is_leaf_of_step(leaf) or id(leaf) in param_ids:
-            continue  # Of another step, around this one.
-        if isinstance(leaf, torch.nn.Parameter):
+        # The leaves of a step around this one look like a module's parameters.
+        is_parameter = isinstance(leaf, torch.nn.Parameter) and not is_leaf_of_step(
+            leaf
+        )
+        if is_parameter and id(leaf) not in param_ids:
             constants.append(leaf)
     if not constants:
         return

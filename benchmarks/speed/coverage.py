@@ -24,6 +24,7 @@ All of them take two hours on one core by inductor, and 25 minutes by "aot_eager
 import argparse
 import json
 import logging
+import re
 import statistics
 import subprocess
 import sys
@@ -413,9 +414,23 @@ def measure_apart(name: str, way: str, backend: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"no": f"not compiled within {SECONDS} seconds"}
     if ended.returncode:
-        return {"failed": ended.stderr[-800:]}
-    figures: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        return {"failed": without_folders(ended.stderr[-800:])}
+    figures: dict[str, Any] = json.loads(without_folders(ended.stdout.splitlines()[-1]))
     return figures
+
+
+def without_folders(text: str) -> str:
+    """Returns a text whose paths begin at a package.
+
+    >>> without_folders("At /home/me/.venv/lib/python3.11/site-packages/torch/nn.py, line 3")
+    'At torch/nn.py, line 3'
+    """
+    return re.sub(r"/[^\s\"]*/(site-packages|purestep|benchmarks)/", _begin_at, text)
+
+
+def _begin_at(match: re.Match[str]) -> str:
+    folder = match.group(1)
+    return "" if folder == "site-packages" else f"{folder}/"
 
 
 def cell(figures: Mapping[str, Any]) -> str:
@@ -433,6 +448,9 @@ def main() -> None:
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    unknown = {*options.names} - MODELS.keys()
+    if unknown:
+        parser.error(f"no models are called {sorted(unknown)}: {', '.join(MODELS)}")
     if options.one:
         print(json.dumps(measure(*options.one)))
         return

@@ -21,7 +21,7 @@ class GraphStep(NamedTuple):
     owner: weakref.ref[Any]
     """The step itself: ``functools.wraps`` copies attributes to functions of other arguments."""
     traced: Callable[..., Any]
-    """The function that the compiler traces for the step. It writes to donated arguments."""
+    """The compiler traces this function in place of the step. It writes to donated arguments."""
     check: Callable[..., None]
     """``check(*args)`` raises unless the step takes these. It runs before each call."""
 

@@ -21,10 +21,7 @@ from purestep.grads.microbatch import (
     MicrobatchResult,
 )
 from purestep.objective import forward_microbatch, weighted_sum
-from purestep.torch_private import (
-    check_inference_mode,
-    run_backward,
-)
+from purestep.torch_private import check_inference_mode, run_backward
 from purestep.types import GradHook, LossFn, Tree
 
 

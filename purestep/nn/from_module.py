@@ -40,7 +40,7 @@ from purestep.torch_private import (
     skip_compilation,
 )
 from purestep.tree.shard import Shard, is_shard
-from purestep.validation import DONATED, LEAF_OF_STEP, reused_donation_error
+from purestep.validation import DONATED, is_leaf_of_step, reused_donation_error
 
 MAX_SIGNATURES = 16
 """How many kinds of calls are checked: each prompt among the arguments, say, is another kind."""
@@ -575,7 +575,7 @@ def _as_parameter(p: Tensor) -> Tensor:
     ``nn.Parameter`` that is not in the params' memory for another module's. Nor is an alias safe in
     half precision: a leaf's gradient is summed in float32, that of an alias is not.
     """
-    if getattr(p, LEAF_OF_STEP, False):
+    if is_leaf_of_step(p):
         setattr(p, PARAMETER_MARK, True)
         return p
     is_plain_leaf = type(p) in (Tensor, Parameter) and p.is_leaf

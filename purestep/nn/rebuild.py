@@ -84,8 +84,8 @@ def rebuild(
 ) -> Copies:
     """Copies the module around tensors; ``is_eval`` puts the copy in evaluation mode.
 
-    The tensors replace those of ``make_recipe``, in the same order. No ``__init__`` runs. Without
-    ``takes_hooks``, which takes longer, hooks cannot be registered on a copy that has none.
+    The tensors replace those of ``make_recipe``, in the same order. No ``__init__`` runs. With
+    ``takes_hooks``, which takes longer, hooks can be registered on parts that have none.
 
     This runs in each call, so it is a few plain loops; a compiler traces them like other code.
     """

@@ -69,6 +69,7 @@ def global_norm(tree: Tree) -> Tensor:
         num_elements = sum(map(Tensor.numel, leaves))
         if num_elements < SMALL_LEAF * len(leaves):
             leaves = [torch.cat([*map(torch.flatten, leaves)])]
+    # As arguments of the first, the leaves would be flattened once more.
     if not is_plain_eager() or leaves_require_grad(leaves):
         leaf_norms = [_norm(leaf) for leaf in leaves]
         return _norm(torch.stack(leaf_norms))
