@@ -75,8 +75,8 @@ MUTANTS = [
         claim="test_t17_denominators.any_denominator",
         description="lr / N in the default dtype, hidden by N being a power of two",
         module="objective",
-        old="shares = exact / divisors.num_tokens",
-        new="shares = (exact / divisors.num_tokens).to(torch.get_default_dtype())",
+        old="shares = exact / num_tokens",
+        new="shares = (exact / num_tokens).to(torch.get_default_dtype())",
     ),
     Mutant(
         number=46,

@@ -97,7 +97,8 @@ def make_eval_step(
             if gather_once == "loss":
                 length = session.max_microbatches(len(microbatches))
                 group = pad_microbatches(group, length, gather_once, weight_fn)
-            full_params = session.params_for_loss(params)
+            shard_specs = tree.shard_specs(tree.flatten(params)[1])
+            full_params = session.params_for_loss(params, shard_specs)
             divides = total if weight_fn else None
             is_first = is_plain and not watched_draws
             device = first_leaf.device
@@ -112,7 +113,7 @@ def make_eval_step(
                 )
             if is_first:
                 watched_draws.append(True)
-            sums = session.all_reduce_grads(sums, ())
+            sums = session.all_reduce_grads(sums, (), ())
         loss = sums.loss
         if weight_fn is None:
             total = sums.counts

@@ -18,6 +18,9 @@ from purestep.counts import validate_weights
 from purestep.tree import accumulation_dtype
 from purestep.types import LossFn, LossOutput, Microbatch, Params, TokenCounts, Tree
 
+MAX_EXACT_FLOAT32 = 2**24
+"""Up to here, float32 holds every integer."""
+
 
 class WeightedLoss(NamedTuple):
     """Holds a microbatch's terms of the loss L, ∂L/∂term for each, the weights, and ``aux``.
@@ -53,9 +56,13 @@ def forward_microbatch(
     losses = output.losses.to(accumulation_dtype(output.losses.dtype))
     shares = weights
     if divisors is not None:
-        # Divided in float64, since the losses' dtype may not hold the weight or the count.
+        num_tokens = divisors.num_tokens
+        # A small N is in float32, in which the quotient of integers would be rounded.
+        if losses.dtype is torch.float64:
+            num_tokens = num_tokens.to(torch.float64)
+        # The losses' dtype may not hold a float weight.
         exact = weights.to(torch.float64) if weights.is_floating_point() else weights
-        shares = exact / divisors.num_tokens
+        shares = exact / num_tokens
     weighted = WeightedLoss([losses], [shares.to(losses.dtype)], weights, output.aux)
     if output.microbatch_loss is None:
         return weighted
@@ -89,19 +96,27 @@ def _with_microbatch_loss(
 
 
 def denominators(total: TokenCounts) -> TokenCounts:
-    """Casts the number of tokens to float64, and replaces one that is not above 0 by 1.
+    """Casts the number of tokens to a float that holds it, and replaces one not above 0 by 1.
 
-    It is not a clamp: 0.25 stays. The number of microbatches stays, too.
+    The float is float32 for an integer up to 2²⁴ that the host reads, and float64 otherwise. It is
+    no clamp: 0.25 stays. The number of microbatches stays, too.
 
     >>> denominators(TokenCounts(torch.tensor(0.25), torch.tensor(0))).num_tokens
     tensor(0.2500, dtype=torch.float64)
+    >>> denominators(TokenCounts(torch.tensor(2**24), torch.tensor(1))).num_tokens
+    tensor(16777216.)
     """
     num_tokens = total.num_tokens
     value = tree.concrete_scalar(num_tokens)
     # The host does not compute what it can read: each small operation counts in a small step.
     if value is None or not value > 0:
         num_tokens = torch.where(num_tokens > 0, num_tokens, 1)
-    return total._replace(num_tokens=num_tokens.to(torch.float64))
+    is_small = value is not None and value <= MAX_EXACT_FLOAT32
+    # By float32 the weights of a microbatch become cotangents in one operation, not in two.
+    dtype = torch.float64
+    if is_small and not num_tokens.is_floating_point():
+        dtype = torch.float32
+    return total._replace(num_tokens=num_tokens.to(dtype))
 
 
 def weighted_sum(

@@ -8,7 +8,6 @@ The sums run over all tokens of all microbatches on all ranks.
 from __future__ import annotations
 
 import functools
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -205,7 +204,9 @@ def make_step(
                 "is missing, which optimizer.init(params) makes"
             )
         with open_session(axis, gather, config, known_launches) as session:
-            is_first = needs_checks(seen.checked, session.rank, params)
+            leaves, spec = tree.flatten(params)
+            shard_specs = tree.shard_specs(spec)
+            is_first = needs_checks(seen.checked, session.rank, spec)
             if is_first:
                 check(params, opt_state, microbatches)
             with profiler_range("purestep.count"):
@@ -224,9 +225,13 @@ def make_step(
             if gather != "step":
                 max_len = session.max_microbatches(len(microbatches))
                 group = pad_microbatches(group, max_len, gather, weight_fn)
+            visible = session.params_for_loss(params, shard_specs)
+            if visible is not params:
+                leaves, spec = tree.flatten(visible)
             sums = accumulate_group(
                 backends,
-                session.params_for_loss(params),
+                leaves,
+                spec,
                 group,
                 weight_fn=weight_fn,
                 divisors=denominators(total) if normalize == "loss" else None,
@@ -235,7 +240,7 @@ def make_step(
                 needs_checks=is_first,
             )
             with profiler_range("purestep.reduce"):
-                sums = session.all_reduce_grads(sums, params)
+                sums = session.all_reduce_grads(sums, params, shard_specs)
 
         is_checked = is_first and compare_replicas(
             seen.comparisons, session.rank, params, axis, sums
@@ -304,20 +309,20 @@ def normalize_sums(sums: GradSums) -> GradSums:
     return sums._replace(grads=grads, loss=loss)
 
 
-def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
-    """Returns whether a rank has yet to check params with these containers.
+def needs_checks(seen_specs: SeenSpecs, rank: int, spec: tree.TreeSpec) -> bool:
+    """Returns whether a rank has yet to check params with the containers of ``spec``.
 
     False while a compiler traces, and True for containers that cannot be compared.
 
-    >>> seen_specs = {place_of(0, ()): deque([tree.flatten([1, 2])[1]])}
-    >>> [needs_checks(seen_specs, 0, params) for params in ([3], [4, 5])]
+    >>> one, two = (tree.flatten(params)[1] for params in ([3], [4, 5]))
+    >>> seen_specs = {place_of(0, ()): deque([two])}
+    >>> [needs_checks(seen_specs, 0, spec) for spec in (one, two)]
     [True, False]
     """
     if torch.compiler.is_dynamo_compiling():
         return False  # Checks read values, which a trace does not have.
     # A node class of the user's may hold what cannot be compared.
     with suppress(Exception):
-        _, spec = tree.flatten(params)
         if spec in seen_specs.get((rank, _NO_AXES), ()):
             return False
         key = place_of(rank, tree.shard_specs(spec))
@@ -405,12 +410,10 @@ def measure_step(
     It is applied if N is positive and finite, and with ``skips_nonfinite`` if all gradients are
     finite, too. For a ``Shard``, collectives include all its ranks.
     """
-    num_tokens = tree.concrete_scalar(total.num_tokens)
-    if num_tokens is not None:
-        applied = torch.tensor(0 < num_tokens < math.inf, device="cpu")
-    else:
-        # An N that has overflowed on a device, where the host cannot refuse it, is not applied.
-        applied = (total.num_tokens > 0) & total.num_tokens.isfinite()
+    applied = total.num_tokens > 0
+    if tree.concrete_scalar(total.num_tokens) is None:
+        # An N that has overflowed, where the host cannot read and refuse it, is not applied.
+        applied = applied & total.num_tokens.isfinite()
     if skips_nonfinite:
         applied = applied & tree.all_finite(sums.grads)
     metrics = StepMetrics(

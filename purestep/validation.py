@@ -151,7 +151,7 @@ def check_no_graph(params: Params, axis: Axis) -> None:
         )
 
 
-def check_no_grad_leaves(params: Params, leaves: Sequence[Any]) -> None:
+def check_no_grad_leaves(leaves: Sequence[Any], spec: tree.TreeSpec) -> None:
     """Raises TypeError if leaves of autograd require grad: their graph would grow with each step.
 
     In a transform or a compiler, only an ``nn.Parameter`` is known to be a leaf of autograd. The
@@ -166,7 +166,7 @@ def check_no_grad_leaves(params: Params, leaves: Sequence[Any]) -> None:
         is_graphless = is_parameter or (is_plain and leaf.is_leaf)
         if leaf.requires_grad and is_graphless:
             raise TypeError(
-                f"{_path_of(params, position)} requires grad and was computed from nothing, as an "
+                f"{_path_in(spec, position)} requires grad and was computed from nothing, as an "
                 "nn.Parameter: each step would be recorded behind the one before. Take params, "
                 "apply = ps.from_module(module), or p.detach() of each; and p.clone() where you "
                 "differentiate through steps"
@@ -316,8 +316,12 @@ def _path_of(params: Params, position: int) -> str:
     return tree.paths(params, "params")[position]
 
 
+def _path_in(spec: tree.TreeSpec, position: int) -> str:
+    return _path_of(tree.unflatten(spec, range(spec.num_leaves)), position)
+
+
 @contextmanager
-def forbid_writes(params: Params, leaves: Sequence[Tensor]) -> Iterator[None]:
+def forbid_writes(leaves: Sequence[Tensor], spec: tree.TreeSpec) -> Iterator[None]:
     """Raises ValueError at the end of the context if the loss has written to params.
 
     It checks nothing in a transform or a compiler, nor if any leaf is a tensor of inference mode:
@@ -330,7 +334,7 @@ def forbid_writes(params: Params, leaves: Sequence[Tensor]) -> Iterator[None]:
     for position, before in enumerate(versions):
         if version_counter(leaves[position]) != before:
             raise ValueError(
-                f"loss_fn wrote to {_path_of(params, position)} in place, which is the caller's: "
+                f"loss_fn wrote to {_path_in(spec, position)} in place, which is the caller's: "
                 "compute a new tensor, or give a module that updates its buffers a clone of them"
             )
 

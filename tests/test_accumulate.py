@@ -241,3 +241,22 @@ def test_a_term_of_a_microbatch_without_tokens_may_be_anything() -> None:
     over_groups = torch.vmap(step, (None, None, 0))
     _, _, metrics = over_groups(ONE, state, of_both)
     assert metrics.loss.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_tokens", [3, 2**24 - 1, 2**24 + 1, 2**53 - 1])
+@pytest.mark.parametrize("weight_dtype", [torch.bool, torch.int64, torch.float64])
+def test_a_cotangent_is_the_nearest_number_to_the_quotient(
+    dtype: torch.dtype, num_tokens: int, weight_dtype: torch.dtype
+) -> None:
+    """Whatever dtype holds N: float32 rounds 2²⁴ + 1, and 1/3 in float32 is not that in float64."""
+    total = ps.TokenCounts(torch.tensor(num_tokens), torch.tensor(1))
+    w = torch.ones((), dtype=dtype)
+    weights = torch.ones(1, dtype=weight_dtype)
+
+    sums = ps.accumulate(
+        linear, w, [weights.to(dtype)], weight_fn=lambda m: weights, total=total
+    )
+
+    nearest = torch.tensor(1 / num_tokens, dtype=torch.float64).to(dtype)
+    assert torch.equal(sums.grads, nearest)

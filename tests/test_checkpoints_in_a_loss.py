@@ -67,7 +67,7 @@ def test_a_leaf_with_two_gradients_in_one_pass_is_refused_over_ranks() -> None:
         buckets = GradBuckets(axis, {0: W}, [W.dtype])
         accumulate_group(
             make_backends(reversible_loss, ps.grad_and_value),
-            W,
+            *ps.tree.flatten(W),
             with_weights(GROUP, weigh_by_one),
             weight_fn=weigh_by_one,
             divisors=None,

@@ -134,7 +134,7 @@ def test_a_sum_that_is_ready_is_taken(dtype: torch.dtype, accum_dtype: Any) -> N
         run = partial(
             accumulate_group,
             make_backends(loss_fn, ps.grad_and_value),
-            params,
+            *ps.tree.flatten(params),
             with_weights(group, weigh_by_one),
             weight_fn=weigh_by_one,
             divisors=None,

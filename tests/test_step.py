@@ -64,7 +64,7 @@ def test_an_overflowing_count_is_not_applied_where_it_cannot_be_read() -> None:
 def test_a_structure_that_cannot_be_compared_is_a_new_one() -> None:
     """A node class of the user's may keep an array."""
     seen_specs: Any = {(0, frozenset()): deque([numpy.ones(2)])}
-    assert needs_checks(seen_specs, 0, PARAMS)
+    assert needs_checks(seen_specs, 0, ps.tree.flatten(PARAMS)[1])
 
 
 @pytest.mark.parametrize(

@@ -93,9 +93,11 @@ def accumulate(
     group = microbatches
     if not isinstance(group, WeightedMicrobatches):
         group = WeightedMicrobatches(group, None, None)
+    leaves, spec = tree.flatten(params)
     return accumulate_group(
         make_backends(loss_fn, grad_and_value),
-        params,
+        leaves,
+        spec,
         group,
         weight_fn=weight_fn,
         divisors=None if total is None else denominators(total),
@@ -105,7 +107,8 @@ def accumulate(
 
 def accumulate_group(
     backends: GradBackends,
-    params: Params,
+    leaves: list[Tensor],
+    spec: tree.TreeSpec,
     group: WeightedMicrobatches,
     *,
     weight_fn: WeightFn | None,
@@ -116,18 +119,17 @@ def accumulate_group(
 ) -> GradSums:
     """Sums loss and gradients of a group by the backends of its loss, as ``accumulate`` says.
 
-    ``divisors`` are the ``denominators`` of the counts of all ranks; None: plain sums. In the last
-    backward pass, a backend may replace each leaf's sum by what ``on_grad_ready`` returns for it.
-    ``needs_checks`` raises for a loss that writes to params, or that recomputes with other
-    parameters.
+    Params are the tree of ``spec`` with these leaves. ``divisors`` are the ``denominators`` of the
+    counts of all ranks; None: plain sums. In the last backward pass, a backend may replace each
+    leaf's sum by what ``on_grad_ready`` returns for it. ``needs_checks`` raises for a loss that
+    writes to params, or that recomputes with other parameters.
 
     Raises ``ValueError`` if there are tokens, but no loss depends on params.
     """
-    if torch.compiler.is_dynamo_compiling() and is_scanned(group, params):
+    if torch.compiler.is_dynamo_compiling() and is_scanned(group, leaves):
         return scan_group(
-            backends, params, group, weight_fn, divisors, accum_dtype=accum_dtype
+            backends, leaves, spec, group, weight_fn, divisors, accum_dtype
         )
-    leaves, spec = tree.flatten(params)
     dtypes = []
     for leaf in leaves:
         dtypes.append(accum_dtype or accumulation_dtype(leaf.dtype))
@@ -136,8 +138,8 @@ def accumulate_group(
         [*leaves, *(divisors or ())]
     )
     if is_recorded:
-        validation.check_no_grad_leaves(params, leaves)
-    watch = validation.forbid_writes(params, leaves) if needs_checks else nullcontext()
+        validation.check_no_grad_leaves(leaves, spec)
+    watch = validation.forbid_writes(leaves, spec) if needs_checks else nullcontext()
 
     losses: list[Tensor] = []
     used_weights: list[Tensor] = []

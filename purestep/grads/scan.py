@@ -8,6 +8,7 @@ in a time that grows with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from purestep.grads.microbatch import GradAccumulator, MicrobatchInputs
 from purestep.stacked import Stacked
 from purestep.torch_private import count_nonzero, scan
 from purestep.tree import accumulation_dtype
-from purestep.types import GradSums, Params, TokenCounts, WeightFn
+from purestep.types import GradSums, TokenCounts, WeightFn
 
 
-def is_scanned(group: WeightedMicrobatches, params: Params) -> bool:
+def is_scanned(group: WeightedMicrobatches, leaves: Sequence[Tensor]) -> bool:
     """Returns whether a compiler traces a group as one loop body, instead of unrolling it.
 
     False unless the group is ``Stacked`` and has several microbatches. False, too, where autograd
@@ -32,23 +33,22 @@ def is_scanned(group: WeightedMicrobatches, params: Params) -> bool:
     microbatches = group.microbatches
     if not isinstance(microbatches, Stacked) or len(microbatches) == 1:
         return False
-    return not tree.may_be_differentiated(tree.leaves((params, microbatches.batch)))
+    return not tree.may_be_differentiated(tree.leaves((leaves, microbatches.batch)))
 
 
 def scan_group(
     backends: GradBackends,
-    params: Params,
+    leaves: list[Tensor],
+    spec: tree.TreeSpec,
     group: WeightedMicrobatches,
     weight_fn: WeightFn | None,
     divisors: TokenCounts | None,
-    *,
     accum_dtype: torch.dtype | None,
 ) -> GradSums:
     """Sums loss and gradients of a stacked group by one ``scan``, as ``accumulate_group`` does.
 
     Raises ``ValueError`` if the losses do not depend on params.
     """
-    leaves, spec = tree.flatten(params)
     dtypes = [accum_dtype or accumulation_dtype(leaf.dtype) for leaf in leaves]
     microbatches: Any = group.microbatches
     weights: Any = group.weights

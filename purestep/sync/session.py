@@ -12,49 +12,24 @@ each runs its own, so one may fail, disagree, or hold no microbatch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from traceback import format_exception_only
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.base import Axis, RankError
+from purestep.axis.base import Axis
 from purestep.axis.local import LocalAxis
 from purestep.axis.process import ProcessAxis
 from purestep.counts import check_count
-from purestep.sharding.buckets import GradBuckets
 from purestep.sharding.gather import params_for_loss
 from purestep.sharding.layout import collective_on_shard, reduce_axes, shards_over
-from purestep.sync import handshake
-from purestep.sync.handshake import Status, TreeFingerprint
-from purestep.sync.leaving import (
-    GathersVaryError,
-    KnownLaunches,
-    LossGathers,
-    OtherGatherError,
-    RankLeftError,
-    gather_axes,
-    has_other_axes,
-)
+from purestep.sync.leaving import KnownLaunches
+from purestep.sync.multi_program import MultiProgramSession
 from purestep.tree.shard import ShardSpecs
 from purestep.types import Gather, GradHook, GradSums, Params, TokenCounts, Tree
-
-MICROBATCH_COUNT = (
-    "the number of microbatches, each of which gathers params (add some of weight zero)"
-)
-EARLY_BUCKETS = (
-    "the buckets that have left before a collective inside the loss "
-    "(add 0 * w.sum() to it)"
-)
-GATHER_ORDER = (
-    "what their losses gather "
-    "(run the same units, or ps.unshard, in one order on all ranks)"
-)
-FAILED = -1
-"""Sent in the place of a fingerprint, which is not negative."""
 
 
 class Session(Protocol):
@@ -93,10 +68,11 @@ class Session(Protocol):
         raises an error, which cannot name them.
         """
 
-    def params_for_loss(self, params: Params) -> Params:
+    def params_for_loss(self, params: Params, shard_specs: ShardSpecs) -> Params:
         """Returns the params as the loss sees them; gathers shards only with ``gather="step"``.
 
-        With another ``gather``, each microbatch or the loss itself gathers them.
+        With another ``gather``, each microbatch or the loss itself gathers them. ``shard_specs``
+        are those of params, here and below.
         """
 
     def grad_hook(
@@ -114,7 +90,9 @@ class Session(Protocol):
         ranks together.
         """
 
-    def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
+    def all_reduce_grads(
+        self, sums: GradSums, params: Params, shard_specs: ShardSpecs
+    ) -> GradSums:
         """Returns the sums of all ranks' gradients, losses, counts and aux.
 
         ``sums.grads`` has one leaf for each leaf of params. With ``gather="step"``, a param that is
@@ -170,13 +148,11 @@ class SPMDSession:
         total: TokenCounts = self.axis.apply_tree("psum", counts)
         return total
 
-    def params_for_loss(self, params: Params) -> Params:
+    def params_for_loss(self, params: Params, shard_specs: ShardSpecs) -> Params:
         """Marks the params by ``pvary``; with ``gather="step"``, gathers shards over the axis.
 
         Shards over other axes become this rank's local tensors.
         """
-        if not tree.shard_specs(tree.flatten(params)[1]):
-            return self.axis.apply_tree("pvary", params)
         return params_for_loss(params, self.axis, self.gather)
 
     def grad_hook(
@@ -189,14 +165,14 @@ class SPMDSession:
         """Returns ``num_microbatches``, which is the same on all ranks."""
         return num_microbatches
 
-    def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
+    def all_reduce_grads(
+        self, sums: GradSums, params: Params, shard_specs: ShardSpecs
+    ) -> GradSums:
         """Returns the sums of all ranks' results by ``psum``, under any transform.
 
         With ``gather="step"``, the gradient of a sharded leaf becomes this rank's shard of it.
         Raises ``ValueError`` if N overflows, where the host can read it.
         """
-        spec = tree.flatten(params)[1]
-        shard_specs = tree.shard_specs(spec)
         if not shard_specs:
             total: GradSums = self.axis.apply_tree("psum", sums)
             check_count(total.counts)
@@ -204,6 +180,7 @@ class SPMDSession:
         grads = self._reduce_sharded(tree.leaves(sums.grads), shard_specs)
         total = self.axis.apply_tree("psum", sums._replace(grads=()))
         check_count(total.counts)
+        _, spec = tree.flatten(params)
         return total._replace(grads=tree.unflatten(spec, grads))
 
     def _reduce_sharded(
@@ -242,413 +219,20 @@ class LocalSession(SPMDSession):
         """Returns the counts as they are, without any check."""
         return counts
 
-    def params_for_loss(self, params: Params) -> Params:
+    def params_for_loss(self, params: Params, shard_specs: ShardSpecs) -> Params:
         """Returns the params as they are, unless one is sharded: then as ``SPMDSession`` does."""
-        if not tree.shard_specs(tree.flatten(params)[1]):
+        if not shard_specs:
             return params
-        return super().params_for_loss(params)
+        return super().params_for_loss(params, shard_specs)
 
-    def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
+    def all_reduce_grads(
+        self, sums: GradSums, params: Params, shard_specs: ShardSpecs
+    ) -> GradSums:
         """Returns the sums as they are; with sharded params, reduces them as ``SPMDSession`` does.
 
         Raises ``ValueError`` if N overflows, where the host can read it.
         """
-        if not tree.shard_specs(tree.flatten(params)[1]):
+        if not shard_specs:
             check_count(sums.counts)
             return sums
-        return super().all_reduce_grads(sums, params)
-
-
-class MultiProgramSession:
-    """Runs the update of ranks that each run a program, and may hold no microbatch, or fail.
-
-    All ranks send two status messages: one before the backward passes, one after them. On the host,
-    each is read at once, and a rank that fails makes the others raise.
-
-    On a device, reading would wait for all that is queued. The first message is read with the
-    second, or by ``max_microbatches`` if the ranks cannot meet on the host. The second one is read
-    only if a rank holds no microbatch, or if the order of gathers is compared. A rank that fails
-    between ``all_reduce_counts`` and ``all_reduce_grads`` raises alone.
-    """
-
-    def __init__(
-        self,
-        axis: ProcessAxis,
-        gather: Gather,
-        config: Mapping[str, str],
-        known_launches: KnownLaunches | None = None,
-    ) -> None:
-        self.rank = axis.rank
-        self._axis = axis
-        self._gather = gather
-        self._config = {
-            "gather": gather,
-            **config,
-            "bucket_bytes": str(axis.bucket_bytes),
-        }
-        self._awaited: Literal["counts", "grads"] | None = "counts"
-        """The message that the other ranks wait for."""
-        self._buckets = GradBuckets(axis, {}, ())
-        self._first: handshake.PendingStatus | None = None
-        self._group_len = 0
-        self._known_launches = known_launches
-        self._gathers = LossGathers((), None, ())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> None:
-        self._gathers.stop()
-        if error is None or self._awaited is None:
-            return
-        if isinstance(error, KeyboardInterrupt):
-            # It comes between any two instructions, also after a collective was noted and before it
-            # was launched: what the others wait for is unknown. They see that the process ends.
-            return
-        if isinstance(error, RankLeftError):
-            self._raise_why_ranks_left()
-        texts: list[str] = []
-        with suppress(BaseException):  # The first error is the one that is raised.
-            texts = self._send_failure(error)
-        if texts and all(OtherGatherError.__name__ in text for text in texts):
-            self._gathers.forget()
-            raise GathersVaryError from error
-        for rank, text in enumerate(texts):
-            if text and rank != self._axis.rank:
-                error.add_note(f"rank {rank} of {self._axis} failed, too: {text}")
-
-    def all_reduce_counts(
-        self,
-        counts: TokenCounts,
-        params: Params,
-        opt_state: Tree,
-        num_microbatches: int,
-    ) -> TokenCounts:
-        """Returns the sum of all ranks' counts, and compares what the ranks are about to do.
-
-        On the host, it raises if they differ or a rank has failed. On a device,
-        ``max_microbatches`` or ``all_reduce_grads`` raises.
-
-        Raises ``ValueError`` for tensors that autograd or a transform records. So it does for
-        params on an accelerator if ranks are threads.
-        """
-        axis = self._axis
-        if axis.shares_backward_thread:
-            _check_backward_threads(axis, params)
-        if not tree.can_write(params, opt_state, counts):
-            raise _recorded(axis)
-        fingerprints = self._fingerprint(params, opt_state, num_microbatches)
-        fingerprint = handshake.hash64(*(f.hash for f in fingerprints.values()))
-        if self._gather != "step":
-            key = axis.global_ranks, self.rank, fingerprints["params"].hash
-            axes = gather_axes(params, axis)
-            has_others = has_other_axes(params, axes)
-            launches = None if has_others else self._known_launches
-            self._gathers = LossGathers(axes, launches, key)
-        self._group_len = num_microbatches
-        message = handshake.encode_status(
-            axis,
-            group_len=self._group_len,
-            fingerprint=fingerprint,
-            counts=counts,
-            knows_gathers=self._gathers.are_known,
-        )
-        self._all_reduce_message(message)
-        self._first = handshake.PendingStatus(axis, message, fingerprints, fingerprint)
-        has_float_weights = counts.num_tokens.is_floating_point()
-        if axis.on_host:
-            has_float_weights = self._first.read().num_float_weights > 0
-        elif not self._group_len:
-            has_float_weights = True
-        self._await_grads()
-        return handshake.counts_from(message, has_float_weights)
-
-    def _fingerprint(
-        self, params: Params, opt_state: Tree, num_microbatches: int
-    ) -> dict[str, TreeFingerprint]:
-        """Fingerprints all that must be the same on every rank, by its name in errors.
-
-        These are params, ``opt_state`` and the settings. With ``gather="loss"``, so is the number
-        of microbatches; with a ``weight_fn``, only whether it is zero.
-        """
-        trees = {"params": params, "opt_state": opt_state, "settings": self._config}
-        if self._gather == "loss":
-            number = str(num_microbatches)
-            # A rank with fewer than others repeats its last one, with weights of zero.
-            if num_microbatches and self._config["weight_fn"] == "given":
-                number = "one or more"
-            trees[MICROBATCH_COUNT] = {"microbatches": number}
-        return {name: handshake.fingerprint(name, x) for name, x in trees.items()}
-
-    def params_for_loss(self, params: Params) -> Params:
-        """Returns the params as the loss sees them.
-
-        From here on, other ranks wait for the second message, and the backward pass may launch
-        buckets that are full.
-        """
-        visible = params_for_loss(params, self._axis, self._gather)
-        self._await_grads()
-        return visible
-
-    def grad_hook(
-        self, params: Params, accum_dtype: torch.dtype | None
-    ) -> GradHook | None:
-        """Makes buckets for gradients that the loss does not reduce; returns the hook to fill them.
-
-        Sums are in ``accum_dtype``, or without it in the accumulation dtype of each leaf.
-        """
-        leaves, spec = tree.flatten(params)
-        shard_specs: Any = tree.shard_specs(spec) or [None] * len(leaves)
-        scatter_specs = {}
-        if self._gather == "step":
-            scatter_specs = shards_over(shard_specs, self._axis)
-        axes: Any = dict(enumerate(reduce_axes(shard_specs, self._axis)))
-        in_buckets = {}
-        dtypes = []
-        for index, leaf in enumerate(leaves):
-            dtypes.append(accum_dtype or tree.accumulation_dtype(leaf.dtype))
-            if index in scatter_specs or axes[index]:
-                in_buckets[index] = leaf
-        self._buckets = GradBuckets(self._axis, in_buckets, dtypes, scatter_specs, axes)
-        return self._buckets.ready
-
-    def max_microbatches(self, num_microbatches: int) -> int:
-        """Returns the largest number of microbatches of any rank; all ranks call it together.
-
-        On the host, it also sets up the guard of what losses gather. Raises what the first message
-        shows, as ``_find_max_len`` does.
-        """
-        max_len = self._find_max_len(num_microbatches)
-        if self._axis.on_host:
-            assert self._first is not None
-            num_knowing = self._first.read().num_knowing_gathers
-            self._gathers.guard(max_len, all_know=num_knowing == self._axis.size)
-        return max_len
-
-    def _find_max_len(self, num_microbatches: int) -> int:
-        """Returns the largest number of microbatches of any rank; all ranks call it together.
-
-        The host has to know it before the first gather. Beside a device, ranks meet on the host if
-        the process group can, so that no host waits for what a device still computes.
-
-        Beside a device, ranks also compare their fingerprints. Where these differ, or cannot be
-        compared on the host, the first message is read, which may raise.
-        """
-        axis = self._axis
-        if axis.on_host:
-            assert self._first is not None
-            status = self._first.read()
-            # By Cauchy-Schwarz, as fingerprints are compared: equal on all ranks.
-            if status.group_len**2 == axis.size * status.group_len_squared:
-                return num_microbatches
-            local = torch.tensor([num_microbatches])
-            return int(axis.process_group.run("all_gather", local).max())
-        assert self._first is not None
-        device = axis.device
-        if axis.has_host_backend:
-            device = torch.device("cpu")
-        else:
-            self._first.read()
-        fingerprint = self._first.fingerprint % handshake.max_fingerprint(axis)
-        local = torch.tensor([num_microbatches, fingerprint], device=device)
-        rows = axis.process_group.run("all_gather", local).view(axis.size, 2).tolist()
-        if any(other != rows[0][1] for _, other in rows):
-            self._first.read()  # It raises, and says who has failed, or differs.
-        return int(max(number for number, _ in rows))
-
-    def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
-        """Returns the sums of all ranks' results; those without microbatches take part with zeros.
-
-        Raises ``ValueError`` if autograd or a transform records the sums, or if the aux or what
-        losses gather differ. Raises ``RankError`` if a rank has failed. If only some ranks have a
-        microbatch, losses cannot return aux.
-        """
-        grads = tree.leaves(sums.grads)
-        if tree.leaves_require_grad(grads):
-            raise _recorded(self._axis)
-        self._buckets.add_remaining(grads)
-        num_early = self._buckets.num_early
-        aux = handshake.fingerprint("LossOutput.aux", sums.aux)
-        early = handshake.fingerprint(EARLY_BUCKETS, str(num_early))
-        self._gathers.end()
-        order = self._fingerprint_gathers()
-        aux_hash = 0 if tree.is_empty(sums.aux) else aux.hash
-        message = handshake.encode_status(
-            self._axis,
-            group_len=self._group_len,
-            fingerprint=aux_hash + num_early + order.hash,
-            counts=sums.counts,
-            loss=sums.loss,
-        )
-        self._all_reduce_message(message)
-        status = self._check_second(message, [aux, early, order])
-        self._gathers.remember()
-
-        has_float_weights = sums.counts.num_tokens.is_floating_point()
-        has_float_weights = has_float_weights or not self._group_len
-        if status is not None:
-            has_float_weights = status.num_float_weights > 0
-        loss = handshake.views_of(message)["loss"]
-        return GradSums(
-            self._reduced_grads(grads, params),
-            loss.to(self._loss_dtype(sums.loss, status)),
-            handshake.counts_from(message, has_float_weights),
-            self._axis.apply_tree("psum", sums.aux),
-        )
-
-    def _check_second(
-        self, message: Tensor, fingerprints: list[TreeFingerprint]
-    ) -> Status | None:
-        """Reads and checks the second message, after the first if that is still unread.
-
-        Raises as ``check_status`` does, or ``ValueError`` if a rank without microbatches lacks the
-        aux of others.
-
-        On a device, it reads the second one only if a rank holds no microbatch, or if the order of
-        gathers is compared. Otherwise it returns None. The last of ``fingerprints`` is that of the
-        order.
-        """
-        axis = self._axis
-        assert self._first is not None
-        num_holding = int(self._first.read().num_holding)
-        # Ranks without microbatches have no aux, whose structure the others share. An order in
-        # which units gather is compared at once: gradients of one would be those of another.
-        has_order = bool(fingerprints[-1].hash)
-        if not axis.on_host and num_holding == axis.size and not has_order:
-            return None
-        compared = {}
-        if self._group_len:
-            compared = {fingerprint.name: fingerprint for fingerprint in fingerprints}
-        status = Status(*message.tolist())
-        handshake.check_status(
-            axis, status, compared, num_ranks=num_holding, can_ask=True
-        )
-        if status.fingerprint > 0 and num_holding < axis.size:
-            num_missing = axis.size - num_holding
-            raise ValueError(
-                f"the losses of {axis} return LossOutput.aux, which {num_missing} of its "
-                f"{axis.size} ranks cannot, as they hold no microbatch: give each of them one "
-                "whose weights are zero"
-            )
-        return status
-
-    def _loss_dtype(self, loss: Tensor, status: Status | None) -> torch.dtype:
-        """Returns the dtype of the summed loss: float64 if any rank's loss has it.
-
-        Otherwise it is that of ``loss``; on a rank without microbatches, float32 if others have
-        some. Without ``status``, it is that of ``loss``.
-        """
-        if status is None:
-            return loss.dtype
-        if status.num_float64_losses > 0:
-            return torch.float64
-        if status.num_holding > 0 and not self._group_len:
-            return torch.float32
-        return loss.dtype
-
-    def _reduced_grads(self, grads: list[Tensor], params: Params) -> Tree:
-        """Returns the tree of all ranks' sums from the buckets, with the strides of params.
-
-        Leaves in no bucket are those of ``grads``: the loss has reduced them.
-        """
-        leaves, spec = tree.flatten(params)
-        totals = []
-        for index, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
-            total = self._buckets.sums.get(index, grad)
-            totals.append(tree.match_strides(leaf, total))
-        return tree.unflatten(spec, totals)
-
-    def _fingerprint_gathers(self) -> TreeFingerprint:
-        """Describes what losses gathered, in order; nothing if ``gather`` is not "loss".
-
-        Nothing has the hash 0.
-        """
-        gathers = self._gathers.describe() if self._gather == "loss" else []
-        return handshake.fingerprint_order(GATHER_ORDER, gathers)
-
-    def _raise_why_ranks_left(self) -> None:
-        """Raises the errors of the ranks that left their losses, or in what the gathers differ.
-
-        All ranks that got a ``RankLeftError`` call it. It ends their gathers, and sends the second
-        message.
-        """
-        self._gathers.leave()
-        order = self._fingerprint_gathers()
-        message = handshake.encode_status(
-            self._axis, group_len=self._group_len, fingerprint=order.hash
-        )
-        self._all_reduce_message(message)
-        self._check_second(message, [order])
-
-    def _await_grads(self) -> None:
-        """Notes that other ranks now wait for this rank's second message, and begins the buckets.
-
-        From here on, buckets notice a collective of the loss.
-        """
-        self._awaited = "grads"
-        self._buckets.begin()
-
-    def _all_reduce_message(self, message: Tensor) -> None:
-        """Sums a message over all ranks in place, and waits for it and for the buckets.
-
-        If it is the second message, it first launches the buckets that are left, and raises what
-        the first message shows.
-        """
-        if self._awaited == "grads":
-            self._buckets.launch()
-        self._awaited = None
-        wait = self._axis.launch(message)
-        if self._first is not None:
-            self._first.read()  # It raises before this rank waits for ranks that have left.
-        self._buckets.wait()
-        wait()
-
-    def _send_failure(self, error: BaseException) -> list[str]:
-        """Sends what the other ranks wait for, and that this one has failed.
-
-        On the host, all ranks then exchange their errors. Returns these texts, "" for a rank
-        without an error, or an empty list if they cannot be exchanged. On a device, it sends
-        nothing after ``all_reduce_counts``. It sends nothing either if other ranks cannot learn of
-        it among gathers.
-        """
-        axis = self._axis
-        awaits_counts = self._awaited == "counts"
-        if not awaits_counts:
-            # On a device, the others read nothing until its process ends. After an error of the
-            # backend, no other rank is left to meet.
-            is_alone = not axis.on_host
-            is_alone |= bool(self._gathers.axes) and isinstance(error, RankError)
-            if is_alone or not self._gathers.leave():
-                return []
-        self._all_reduce_message(handshake.encode_failure(axis))
-        if axis.on_host:
-            text = format_exception_only(error)[0].strip()  # without its notes
-            return [answer or "" for answer in axis.gather_object(text)]
-        if awaits_counts and self._gather != "step" and axis.has_host_backend:
-            # The others are at ``max_microbatches`` next.
-            axis.process_group.run("all_gather", torch.tensor([0, FAILED]))
-        return []
-
-
-def _check_backward_threads(axis: ProcessAxis, params: Params) -> None:
-    """Raises ``ValueError`` if a param is not on the CPU.
-
-    On an accelerator, one thread runs the backward passes of all ranks, which would wait for each
-    other.
-    """
-    for leaf in tree.leaves(params):
-        if leaf.device.type != "cpu":
-            raise ValueError(
-                f"{axis} runs ranks as threads, but params are on {leaf.device}, whose backward "
-                "passes all run in one thread, where ranks would wait for each other for ever: "
-                "take ps.VmapAxis, or a process for each rank with ps.MeshAxis"
-            )
-
-
-def _recorded(axis: ProcessAxis) -> ValueError:
-    """Returns the error for a step that autograd or a transform would have to follow."""
-    return ValueError(
-        f"a step over {axis} is not recorded, but params, opt_state, weights or a microbatch "
-        "require grad, or a transform of torch.func is active: call it on detached tensors, or "
-        "differentiate through the step with ps.VmapAxis"
-    )
+        return super().all_reduce_grads(sums, params, shard_specs)
