@@ -15,7 +15,6 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.counts import validate_weights
-from purestep.tree import accumulation_dtype
 from purestep.types import LossFn, LossOutput, Microbatch, Params, TokenCounts, Tree
 
 MAX_EXACT_FLOAT32 = 2**24
@@ -53,17 +52,23 @@ def forward_microbatch(
     """
     output = as_loss_output(loss_fn(params, microbatch))
     weights = match_weights(output, weights)
-    losses = output.losses.to(accumulation_dtype(output.losses.dtype))
+    losses = output.losses
+    dtype = tree.accumulation_dtype(losses.dtype)
+    # Casts that change nothing take as long as small operations, at each microbatch.
+    if losses.dtype != dtype:
+        losses = losses.to(dtype)
     shares = weights
     if divisors is not None:
         num_tokens = divisors.num_tokens
         # A small N is in float32, in which the quotient of integers would be rounded.
-        if losses.dtype is torch.float64:
+        if dtype == torch.float64:
             num_tokens = num_tokens.to(torch.float64)
         # The losses' dtype may not hold a float weight.
         exact = weights.to(torch.float64) if weights.is_floating_point() else weights
         shares = exact / num_tokens
-    weighted = WeightedLoss([losses], [shares.to(losses.dtype)], weights, output.aux)
+    if shares.dtype != dtype:
+        shares = shares.to(dtype)
+    weighted = WeightedLoss([losses], [shares], weights, output.aux)
     if output.microbatch_loss is None:
         return weighted
     return _with_microbatch_loss(weighted, output.microbatch_loss, divisors)

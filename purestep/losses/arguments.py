@@ -58,6 +58,8 @@ def promote_same_shape(**tensors: Tensor) -> list[Tensor]:
 
 def labels_to_int64(labels: Tensor) -> Tensor:
     """Converts labels to int64, and raises ``TypeError`` for float or complex labels."""
+    if labels.dtype == torch.int64:
+        return labels
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(
             f"labels are {labels.dtype}, but they are class numbers: pass labels.long() if these "

@@ -4,6 +4,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from purestep import tree
 from purestep.counts import IGNORE_INDEX
 from purestep.losses.arguments import check_temperature, labels_to_int64
 from purestep.losses.vocabulary import (
@@ -16,7 +17,7 @@ from purestep.losses.vocabulary import (
     split_head,
 )
 from purestep.remat import remat
-from purestep.tree import accumulation_dtype, concrete
+from purestep.tree import concrete
 
 
 def linear_cross_entropy(
@@ -179,7 +180,7 @@ def _as_summable_rows(hidden: Tensor) -> Tensor:
     In this dtype, autograd sums the gradients that come from all chunks.
     """
     rows = rearrange(hidden, "... features -> (...) features")
-    return rows.to(accumulation_dtype(hidden.dtype))
+    return tree.widen(rows)
 
 
 def _compute_chunk_of_divergence(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from purestep import tree
 from purestep.counts import IGNORE_INDEX
 from purestep.losses.arguments import (
     check_temperature,
@@ -11,7 +12,6 @@ from purestep.losses.arguments import (
     labels_to_int64,
     promote_same_shape,
 )
-from purestep.tree import accumulation_dtype
 
 
 def cross_entropy(
@@ -45,7 +45,7 @@ def cross_entropy(
             f"logits of shape {tuple(logits.shape)} against labels of shape {tuple(labels.shape)}: "
             "logits need the labels' shape and then one dimension of classes"
         )
-    logits = logits.to(accumulation_dtype(logits.dtype))
+    logits = tree.widen(logits)
     labels = labels_to_int64(labels)
     rows = logits
     targets = labels

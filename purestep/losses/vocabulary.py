@@ -135,7 +135,7 @@ def compute_by_chunks(
     ``hidden``.
     """
     # In this dtype autograd adds up the gradients that come from all chunks.
-    hidden = hidden.to(tree.accumulation_dtype(hidden.dtype))
+    hidden = tree.widen(hidden)
     chunks = []
     for i, chunk in enumerate(split_head(head, size)):
         chunks.append(remat(_compute_chunk)(hidden, labels - i * size, chunk))

@@ -253,7 +253,7 @@ def apply_by_leaf(
     """
     grads, *others = inputs.columns
     if not inputs.dtypes <= WIDE_DTYPES:
-        grads = [widen_grad(grad) for grad in grads]
+        grads = [tree.widen(grad) for grad in grads]
     rows = []
     for row in zip(grads, *others, strict=True):
         results = formula(*row)
@@ -474,14 +474,7 @@ def widen_grads(grads: list[Tensor], others: Columns) -> list[Tensor]:
     for column in others:
         if column[0].dtype in WIDE_DTYPES:
             return foreach.cast(grads, column)
-    return [widen_grad(grad) for grad in grads]
-
-
-def widen_grad(grad: Tensor) -> Tensor:
-    """Returns a gradient in float32 at least: its square leaves the range of float16."""
-    if grad.dtype in WIDE_DTYPES:
-        return grad
-    return grad.to(tree.accumulation_dtype(grad.dtype))
+    return [tree.widen(grad) for grad in grads]
 
 
 def make_step_counter(params: Params) -> Tensor:

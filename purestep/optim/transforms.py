@@ -10,7 +10,7 @@ from torch import Tensor
 from purestep import tree
 from purestep.optim.arithmetic import Arithmetic, Number, as_scalar
 from purestep.optim.base import Transform
-from purestep.optim.elementwise import Formula, Results, elementwise, widen_grad
+from purestep.optim.elementwise import Formula, Results, elementwise
 from purestep.optim.partition import Mask, partition_by_mask
 from purestep.tree import foreach
 from purestep.types import OptState, Params, Tree
@@ -27,7 +27,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
     """
 
     def update(grads: Tree, state: OptState, params: Params) -> tuple[Tree, OptState]:
-        grads = tree.map(widen_grad, grads)
+        grads = tree.map(tree.widen, grads)
         norm = tree.global_norm(grads)
         is_longer = norm > max_norm
         # Divided by 1 where nothing is clipped: a derivative reaches both branches.
@@ -40,7 +40,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
         grads: Tree, state: OptState, params: Params, applied: Tensor | None
     ) -> tuple[Tree, OptState]:
         leaves, structure = tree.flatten(grads)
-        leaves = [widen_grad(leaf) for leaf in leaves]
+        leaves = [tree.widen(leaf) for leaf in leaves]
         # An expanded gradient, as of x.sum(), has one memory for all elements. A map, at each step.
         is_dense = all(map(Tensor.is_contiguous, leaves))
         if not is_dense or tree.leaves_require_grad([*leaves, max_norm]):

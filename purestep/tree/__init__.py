@@ -12,7 +12,12 @@ subtree. Everything else is a leaf. Your own classes become nodes when they are 
 {'layer': Weights(w=2.0), 'nothing': None}
 """
 
-from purestep.tree.norms import accumulation_dtype, all_finite, global_norm
+from purestep.tree.norms import (
+    accumulation_dtype,
+    all_finite,
+    global_norm,
+    widen as widen,
+)
 from purestep.tree.ops import (
     FLOAT_DTYPES,
     copy_,

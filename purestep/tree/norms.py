@@ -43,6 +43,17 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int64
 
 
+def widen(x: Tensor) -> Tensor:
+    """Returns a tensor in the dtype in which it is summed; the tensor itself if it has that.
+
+    >>> widen(torch.ones(1, dtype=torch.bfloat16)), widen(torch.tensor(True))
+    (tensor([1.]), tensor(1))
+    """
+    dtype = accumulation_dtype(x.dtype)
+    # A cast that changes nothing takes as long as a small operation, at each microbatch.
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def global_norm(tree: Tree) -> Tensor:
     """Returns ‖tree‖₂ over all leaves; for a ``Shard``, over all ranks of its axis.
 
@@ -125,8 +136,7 @@ def _sum_of_squares(leaves: list[Tensor]) -> Tensor:
     """
     squares = []
     for leaf in leaves:
-        dtype = accumulation_dtype(leaf.dtype)
-        wide = leaf.to(dtype)
+        wide = widen(leaf)
         square = torch.sum(wide * wide, dtype=torch.float64)
         squares.append(square)
     return torch.stack(squares).sum()
