@@ -34,7 +34,7 @@ PRIVATE = 19
 """Private names of torch's."""
 
 SEAMS = {
-    "tree/tracing.py": 10, "tree/norms.py": 3, "tree/ops.py": 1, "tree/spec.py": 3,
+    "tree/tracing.py": 10, "tree/norms.py": 3, "tree/ops.py": 1, "tree/spec.py": 4,
     "axis/primitives.py": 1, "axis/mesh.py": 1, "axis/process.py": 2, "sharding/gather.py": 1,
     "sync/multi_program.py": 1, "sync/session.py": 1, "sync/replicas.py": 1,
     "grads/accumulate.py": 4, "grads/scan.py": 1, "grads/inplace.py": 1, "grads/functional.py": 3, "grads/grad_and_value.py": 1,

@@ -1,7 +1,7 @@
 """Tests each optimizer by itself, chains, ema, master weights and schedules. T8 compares with torch's."""
 
 import inspect
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -587,3 +587,31 @@ def test_gradients_under_other_names_are_refused(in_place: bool) -> None:
     arguments = (torch.tensor(True),) if in_place else ()
     with pytest.raises(ValueError, match=r"'c'|\['b'\]"):
         update(grads, optimizer.init(params), params, *arguments)
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, lambda d: defaultdict(list, d)])
+def test_state_in_dicts_of_another_kind_pairs_by_key(kind: Any) -> None:
+    """A file may give an ``OrderedDict``, in another order."""
+    optimizer = ps.optim.adamw(0.5)
+    params = {"a": torch.ones(1), "b": torch.ones(1)}
+    grads = {"a": torch.ones(1), "b": torch.zeros(1)}
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    expected, _ = optimizer.update(grads, state, params)
+
+    mu = kind([("b", state.mu["b"]), ("a", state.mu["a"])])
+    actual, new_state = optimizer.update(grads, state._replace(mu=mu), params)
+
+    assert actual == expected
+    assert [*new_state.mu] == ["b", "a"]
+    assert type(new_state.mu) is type(mu)
+
+
+@pytest.mark.parametrize(
+    "mu", [{"a": {}}, {"a": [torch.ones(1)]}, {"a": 1.0}, {"a": None}]
+)
+def test_a_container_in_the_place_of_a_moment_is_refused(mu: Any) -> None:
+    optimizer = ps.optim.adamw(0.5)
+    params = {"a": torch.ones(1)}
+    state = optimizer.init(params)._replace(mu=mu)
+    with pytest.raises((ValueError, TypeError)):
+        optimizer.update(params, state, params)

@@ -76,7 +76,7 @@ def master_weights(optimizer: Optimizer) -> Optimizer[State]:
         wide_grads = []
         for grad, param in zip(grad_leaves, master, strict=True):
             wide_grads.append(grad.to(param.dtype))
-        return tree.unflatten(inputs.specs[0], wide_grads)
+        return tree.unflatten(inputs.spec, wide_grads)
 
     def update(grads: Tree, opt_state: Any, params: Params) -> tuple[Params, OptState]:
         grads = widen_to_master(grads, opt_state, params)

@@ -45,6 +45,7 @@ from purestep.tree.spec import (
     paths,
     shard_specs as shard_specs,
     subset as subset,
+    tensors_matching as tensors_matching,
     unflatten,
 )
 from purestep.tree.tracing import (
