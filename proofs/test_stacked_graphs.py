@@ -54,7 +54,7 @@ def can_be_compiled(drawn: Any) -> bool:
     case, setup, groups = step_case
     shapes = {str(tree.map(lambda x: x.shape, batch)) for batch in groups[0]}
     has_loop = len(groups[0]) > 1 and len(shapes) == 1
-    is_stacked = setup.stacks and not setup.bridges and setup.axis == "one"
+    is_stacked = setup.stacks and not setup.bridge and setup.axis == "one"
     return has_loop and is_stacked and not share_memory(case.params)
 
 

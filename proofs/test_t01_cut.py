@@ -117,7 +117,7 @@ UNTRANSFORMED: dict[str, Any] = {
     "grad_and_value": ps.grad_and_value,
     "axes": ["one", "threads"],
     "gathers": [""],
-    "bridges": [False],  # What a loss does to a module's own parameters stays.
+    "bridges": [""],  # What a loss does to a module's own parameters stays.
 }
 """Settings in which no transform surrounds a loss, which may then do to its leaves what autograd allows."""
 PROGRAM_STEPS = steps(dtypes=[torch.float64], trees=True, **UNTRANSFORMED)

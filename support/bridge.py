@@ -10,23 +10,26 @@ from purestep.step import apply_update
 
 
 class Leaves(torch.nn.Module):
-    """Holds the leaves of a tree as parameters, in their own memory."""
+    """Holds the leaves of a tree as parameters, in their own memory.
 
-    def __init__(self, params: Any) -> None:
+    Their ``.grad`` has the dtype in which a step sums.
+    """
+
+    def __init__(self, params: Any, accum_dtype: torch.dtype | None) -> None:
         super().__init__()
         leaves, self.spec = tree.flatten(params)
         self.leaves = torch.nn.ParameterList(leaves)
+        for leaf in self.leaves:
+            leaf.grad_dtype = accum_dtype or tree.accumulation_dtype(leaf.dtype)
 
     def forward(self) -> Any:
         """Returns the tree."""
         return tree.unflatten(self.spec, [*self.leaves])
 
 
-def can_bridge(params: Any, accum_dtype: torch.dtype | None) -> bool:
-    """Returns whether ``.grad``, which has a parameter's dtype, has the dtype of the sums."""
-    dtypes = {leaf.dtype for leaf in tree.leaves(params)}
-    sum_dtypes = {accum_dtype or tree.accumulation_dtype(dtype) for dtype in dtypes}
-    return dtypes == sum_dtypes and len(dtypes) == 1
+def leave_uncompiled(function: Any, **_: Any) -> Any:
+    """Stands for a compiler, and returns the function as it is."""
+    return function
 
 
 def make_bridged_step(
@@ -41,7 +44,7 @@ def make_bridged_step(
     """Makes an update step of ``make_backward`` and what a loop does after it."""
 
     def step(params: Any, opt_state: Any, microbatches: Any) -> Any:
-        model = Leaves(params)
+        model = Leaves(params, settings.get("accum_dtype"))
 
         def loss_of_model(model: Leaves, microbatch: Any) -> Any:
             return loss_fn(model(), microbatch)

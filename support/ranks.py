@@ -14,7 +14,7 @@ from purestep import tree
 from purestep.testing.bounds import rounding_bound
 from purestep.testing.specification import spec
 from support import models, parallel
-from support.bridge import can_bridge, make_bridged_step
+from support.bridge import leave_uncompiled, make_bridged_step
 from support.optimizers import CAPTURE, OPTIMIZERS
 from support.strategies import (
     LAYOUTS,
@@ -71,8 +71,11 @@ class Program:
             evaluate = self.system.make_eval_step(loss_fn, **options)
             evaluations = [evaluate(params, microbatches)]
         make_update_step = self.system.make_update_step
-        if self.bridges(params):
+        if self.bridges():
             make_update_step = make_bridged_step
+            options["compile"] = (
+                leave_uncompiled if self.setup.bridge == "compiled" else False
+            )
         step = make_update_step(
             loss_fn, self.find_optimizer(), **options, **self.setup.settings
         )
@@ -81,14 +84,12 @@ class Program:
         *state, metrics = step(params, opt_state, microbatches)
         return *ps.unshard(tuple(state)), metrics, *evaluations
 
-    def bridges(self, params: Any) -> bool:
+    def bridges(self) -> bool:
         """Returns whether ``make_backward`` takes this step: it takes no shards and no transforms."""
         setup = self.setup
         is_plain = setup.axis != "simulated" and not setup.gather
         is_watched = self.system.make_update_step is not ps.make_update_step
-        accum_dtype = setup.settings.get("accum_dtype")
-        wanted = setup.bridges and is_plain and not is_watched
-        return wanted and can_bridge(params, accum_dtype)
+        return bool(setup.bridge) and is_plain and not is_watched
 
     def gathering_loss(self) -> Callable[..., Any]:
         """Returns the loss, which gathers the params itself where the setup leaves that to it."""

@@ -392,6 +392,8 @@ Axis = Literal["one", "simulated", "threads"]
 AXES: tuple[Axis, ...] = ("one", "simulated", "threads")
 GATHERS = ["step", "microbatch", "loss", "loss, recomputed"]
 """Where a gather may stand; a loss that is computed again gathers twice."""
+BRIDGES = ["eager", "compiled"]
+"""How ``make_backward`` runs a loss; its compiler leaves the loss as it is."""
 GRIDS = [(0, 1), (1, 2), (2, 2)]
 """Rows and columns of a mesh; no rows: the mesh has one dimension."""
 
@@ -400,8 +402,8 @@ class Setup(NamedTuple):
     """Says how a step is taken: on which ranks, on full params or shards, and with which settings.
 
     Shards are cut over an axis of ranks, or over the rows of a grid, and padded to a multiple of ranks.
-    If ``stacks``, a group whose microbatches have equal shapes comes in one tree. If ``bridges``, the
-    gradients are those that ``make_backward`` sets, where it can.
+    If ``stacks``, a group whose microbatches have equal shapes comes in one tree. If ``bridge`` is not
+    empty, the gradients are those that ``make_backward`` sets, where it can.
     """
 
     axis: Axis
@@ -410,7 +412,7 @@ class Setup(NamedTuple):
     grid: tuple[int, int] = (0, 1)
     bucket_bytes: int = 40
     stacks: bool = False
-    bridges: bool = False
+    bridge: str = ""
 
     def with_settings(self, **settings: Any) -> "Setup":
         """Replaces some settings."""
@@ -438,7 +440,7 @@ def choose_setup(
     axes: Sequence[Axis] = AXES,
     gathers: Sequence[str] = ("", "", "", *GATHERS),
     grids: Sequence[tuple[int, int]] = GRIDS,
-    bridges: Sequence[bool] = (False, False, False, True),
+    bridges: Sequence[str] = ("", "", "", *BRIDGES),
     **fixed: Any,
 ) -> Setup:
     """Chooses how to take a step, from the whole space that the theorems cover."""
@@ -448,8 +450,8 @@ def choose_setup(
     grid = choose.choice(grids) if axis == "threads" and gather else (0, 1)
     bucket_bytes = choose.choice([8, 40, 1 << 20])
     stacks = choose.choice([False, True])
-    is_bridged = choose.choice(bridges)
-    return Setup(axis, settings, gather, grid, bucket_bytes, stacks, is_bridged)
+    bridge = choose.choice(bridges)
+    return Setup(axis, settings, gather, grid, bucket_bytes, stacks, bridge)
 
 
 StepCase = tuple[Case, Setup, Groups]
