@@ -18,18 +18,29 @@ class Leaves(torch.nn.Module):
     def __init__(self, params: Any, accum_dtype: torch.dtype | None) -> None:
         super().__init__()
         leaves, self.spec = tree.flatten(params)
+        self.positions = tree.unflatten(self.spec, range(len(leaves)))
         self.leaves = torch.nn.ParameterList(leaves)
         for leaf in self.leaves:
             leaf.grad_dtype = accum_dtype or tree.accumulation_dtype(leaf.dtype)
 
     def forward(self) -> Any:
-        """Returns the tree."""
-        return tree.unflatten(self.spec, [*self.leaves])
+        """Returns the tree, without its ``TreeSpec``: a compiler cannot use one from outside."""
+        return self.rebuild(self.positions)
 
-
-def leave_uncompiled(function: Any, **_: Any) -> Any:
-    """Stands for a compiler, and returns the function as it is."""
-    return function
+    def rebuild(self, positions: Any) -> Any:
+        """Replaces the positions in a tree by the parameters there."""
+        if isinstance(positions, int):
+            return self.leaves[positions]
+        if isinstance(positions, dict):
+            values = {key: self.rebuild(value) for key, value in positions.items()}
+            return values if type(positions) is dict else type(positions)(values)
+        if isinstance(positions, list):
+            return [self.rebuild(value) for value in positions]
+        if isinstance(positions, tuple):
+            values = tuple(self.rebuild(value) for value in positions)
+            is_named = hasattr(positions, "_fields")
+            return type(positions)(*values) if is_named else values
+        return positions
 
 
 def make_bridged_step(

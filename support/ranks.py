@@ -14,7 +14,7 @@ from purestep import tree
 from purestep.testing.bounds import rounding_bound
 from purestep.testing.specification import spec
 from support import models, parallel
-from support.bridge import leave_uncompiled, make_bridged_step
+from support.bridge import make_bridged_step
 from support.optimizers import CAPTURE, OPTIMIZERS
 from support.strategies import (
     LAYOUTS,
@@ -36,6 +36,9 @@ from support.worlds import Grid, Ranks, on_threads
 
 Run = Callable[..., list[Any]]
 """``run(ranks, program, *args)``, on threads or on processes."""
+
+
+COMPILER = partial(torch.compile, backend="eager")
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,8 @@ class Program:
         make_update_step = self.system.make_update_step
         if self.bridges():
             make_update_step = make_bridged_step
-            options["compile"] = (
-                leave_uncompiled if self.setup.bridge == "compiled" else False
-            )
+            is_compiled = self.setup.bridge == "compiled" and self.setup.axis == "one"
+            options["compile"] = COMPILER if is_compiled else False
         step = make_update_step(
             loss_fn, self.find_optimizer(), **options, **self.setup.settings
         )

@@ -393,7 +393,7 @@ AXES: tuple[Axis, ...] = ("one", "simulated", "threads")
 GATHERS = ["step", "microbatch", "loss", "loss, recomputed"]
 """Where a gather may stand; a loss that is computed again gathers twice."""
 BRIDGES = ["eager", "compiled"]
-"""How ``make_backward`` runs a loss; its compiler leaves the loss as it is."""
+"""How ``make_backward`` runs a loss; it compiles on a single rank."""
 GRIDS = [(0, 1), (1, 2), (2, 2)]
 """Rows and columns of a mesh; no rows: the mesh has one dimension."""
 
