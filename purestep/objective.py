@@ -43,7 +43,11 @@ def forward_microbatch(
     """Runs the forward pass of a microbatch; returns its terms of the loss and cotangents.
 
     A cotangent is a weight divided by ``divisors.num_tokens``; without ``divisors``, the weight
-    itself. If ``weights`` is None, the loss must return them. Terms are in float32 or wider.
+    itself. If ``weights`` is None, the loss must return them; else it must not. Terms are in
+    float32 or wider.
+
+    ``LossOutput.microbatch_loss`` is a second term, unless the microbatch has no tokens. Its
+    cotangent is 1 / ``divisors.num_microbatches``; without ``divisors``, it raises ``ValueError``.
 
     >>> divisors = denominators(TokenCounts(torch.tensor(4), torch.tensor(1)))
     >>> x, weights = torch.tensor([1.0, 5.0]), torch.tensor([1, 0])

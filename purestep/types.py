@@ -149,7 +149,9 @@ class GradSums(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """Holds the figures of one update: detached tensors, global over ranks, the same on each.
+    """Holds the figures of one update: scalars and aux, global over ranks, the same on each.
+
+    They are detached. Under ``torch.func`` they keep their derivatives.
 
     Attributes:
         loss: L(θ) = Σ wᵢ ℓᵢ(θ) / N at the old params, plus the microbatch term if there is one. It

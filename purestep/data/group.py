@@ -100,8 +100,8 @@ class Groups(Iterator[list[Microbatch]]):
     """Yields groups of microbatches, as ``ps.group`` makes them.
 
     Attributes:
-        position: how many batches the groups that you took have used. ``ps.group(..., start=)``
-            goes on from there.
+        position: how many batches the groups that you took have used, and those that ``start``
+            skips. ``ps.group(..., start=position)`` goes on from there.
 
     >>> groups = Groups(range(5), 2, "keep", start=0)
     >>> next(groups), groups.position

@@ -30,7 +30,11 @@ class MicrobatchInputs(NamedTuple):
 
 
 class MicrobatchResult(NamedTuple):
-    """Holds a microbatch's loss, weights and aux, and whether the loss depends on params."""
+    """Holds a microbatch's loss, weights and aux, and whether the loss depends on params.
+
+    ``depends_on_params`` is False only for a loss that reaches no param. It may be True for such a
+    loss if an earlier microbatch has reached one, or if the backend cannot know.
+    """
 
     loss: Tensor
     weights: Tensor

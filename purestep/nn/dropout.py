@@ -38,15 +38,19 @@ UNKEYED_HINT = (
 class KeyedDropout(TorchFunctionMode):
     """Makes torch's dropouts draw from keys while this mode is active, a key for each example.
 
-    This covers attention's dropout, too. ``torch.rand`` and ``bernoulli_`` draw one number for each
-    example, and raise ``ValueError`` for other draws. Each call that draws folds its number into
-    the keys, which counts from ``first_index``. A checkpoint draws the same numbers again. Keys may
-    also be packed, one for each token.
+    This covers attention's dropout, too. Each call that draws folds its number into the keys, which
+    counts from ``first_index``. A checkpoint draws the same numbers again. Keys may also be packed,
+    one for each token.
+
+    A tensor has its examples first, or all tokens with keys in its first dimension. Otherwise
+    dropout raises ``ValueError``. ``torch.rand`` and ``bernoulli_`` draw one number for each
+    example, and raise ``ValueError`` for other draws. With packed keys, they and dropout of
+    channels always raise it.
 
     ``batch_second`` says that the module may take examples along its second dimension, as
-    ``batch_first=False`` does. Then a tensor with two dimensions as long as the keys is refused. In
-    a compiler's trace, a checkpoint raises ``ValueError``. Raises ``TypeError`` for ``keys`` that
-    are no keys.
+    ``batch_first=False`` does. Then a tensor with two dimensions as long as the keys is refused,
+    too. In a compiler's trace, a checkpoint raises ``ValueError``. Raises ``TypeError`` for
+    ``keys`` that are no keys.
 
     >>> from purestep import random
     >>> keys = torch.stack([random.key(0), random.key(1)])

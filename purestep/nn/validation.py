@@ -94,7 +94,7 @@ def _check_part(path: str, part: Module) -> None:
 def check_trained(
     params: Mapping[str, Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Raises if params cannot have a gradient, have hooks, or share memory with other tensors.
+    """Raises unless params are real floats, have no hooks, and share no memory with other tensors.
 
     Memory raises ``ValueError``, the others ``TypeError``. ``tensors`` are all tensors of the
     module, the params first.

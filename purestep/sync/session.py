@@ -61,8 +61,9 @@ class Session(Protocol):
     ) -> TokenCounts:
         """Returns the sum of all ranks' counts, and compares what the ranks are about to do.
 
-        That is their settings, and dtypes, shapes and structure of params and ``opt_state``.
-        ``counts`` and ``num_microbatches`` are those of this rank.
+        That is their settings, and dtypes, shapes and structure of params and ``opt_state``; with
+        ``gather="loss"`` also how many microbatches they hold. Ranks that run one program are not
+        compared. ``counts`` and ``num_microbatches`` are those of this rank.
 
         On the host, it raises an error that names the ranks that differ. On a device, a later call
         raises an error, which cannot name them.
