@@ -32,8 +32,8 @@ class Leaves(torch.nn.Module):
         if isinstance(positions, int):
             return self.leaves[positions]
         if isinstance(positions, dict):
-            values = {key: self.rebuild(value) for key, value in positions.items()}
-            return values if type(positions) is dict else type(positions)(values)
+            items = {key: self.rebuild(value) for key, value in positions.items()}
+            return items if type(positions) is dict else type(positions)(items)
         if isinstance(positions, list):
             return [self.rebuild(value) for value in positions]
         if isinstance(positions, tuple):
