@@ -3,9 +3,13 @@
 Also what a recomputation draws, and which modules are refused.
 """
 
+import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -254,8 +258,10 @@ def test_attention(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_multihead_attention(need_weights: bool, batch_first: bool) -> None:
-    """Drops weights of torch's layer, whichever dimension holds the batch."""
+def test_multihead_attention(
+    need_weights: bool, batch_first: bool, fresh_compiler: None
+) -> None:
+    """Drops weights of torch's layer, whichever dimension holds the batch; in one graph, too."""
     layer = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=batch_first)
     params, apply = ps.from_module(layer.double())
     x = X if batch_first else X.transpose(0, 1)
@@ -263,6 +269,8 @@ def test_multihead_attention(need_weights: bool, batch_first: bool) -> None:
 
     output, _ = apply(params, *inputs, need_weights=need_weights, key=KEYS)
     evaluated, _ = apply.eval(params, *inputs, need_weights=need_weights, key=KEYS)
+    compiled = trace(apply)(params, *inputs, need_weights=need_weights, key=KEYS)
+    assert_same(compiled[0], output)
 
     in_weight = params["in_proj_weight"]
     projected = functional.linear(X, in_weight, params["in_proj_bias"])
@@ -278,6 +286,30 @@ def test_multihead_attention(need_weights: bool, batch_first: bool) -> None:
         expected = expected.transpose(0, 1)
     assert_close(output, expected)
     assert not torch.equal(evaluated, output)
+
+
+TRACE_FIRST = """
+import pickle, sys, torch
+import purestep as ps
+
+torch.set_num_threads(1)
+params, apply = pickle.load(open(sys.argv[1], "rb"))
+keys = ps.random.split(ps.random.key(5), 3)
+x = torch.ones(3, 4, 6)
+run = torch.compile(lambda: apply(params, x, x, x, key=keys)[0], backend="eager", fullgraph=True)
+assert torch.equal(run(), apply(params, x, x, x, key=keys)[0])
+"""
+
+
+def test_attention_of_a_pickled_module_whose_first_call_is_traced(
+    tmp_path: Path,
+) -> None:
+    """A compiler cannot copy torch's function, so that is done before."""
+    layer = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
+    path = tmp_path / "layer"
+    path.write_bytes(pickle.dumps(ps.from_module(layer)))
+    command = [sys.executable, "-c", TRACE_FIRST, str(path)]
+    subprocess.run(command, check=True, timeout=120)
 
 
 def test_attention_that_drops_nothing_is_torchs() -> None:

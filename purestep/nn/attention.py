@@ -4,10 +4,12 @@ torch's fused kernels drop weights inside the kernel, by the global generator. H
 exist as a tensor, so that a dropout that draws from keys can be applied to them.
 """
 
+import inspect
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,38 +89,105 @@ def compute_attention(
     return output.to(query.dtype)
 
 
-def compute_multi_head(
-    dropout: DropoutFn, func: Any, args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Computes ``func``, torch's ``multi_head_attention_forward``, with ``dropout`` for weights.
+class CarriedDropout:
+    """Stands for a rate in torch's code, which hands it on, and carries the dropout to that place.
 
-    ``dropout`` gets weights of shape (examples, heads, queries, keys). torch's function is hundreds
-    of lines of projections, masks and checks. So its code runs, with three of its global names
-    replaced. Raises ``AssertionError`` if the code of this torch lacks one of these names.
+    torch's ``multi_head_attention_forward`` compares the rate with 0, and passes it to its dropout
+    or attention.
     """
-    arguments = dict(zip(func.__code__.co_varnames, args, strict=False)) | kwargs
-    num_heads = arguments["num_heads"]
 
-    def drop_by_example(weights: Tensor, p: float) -> Tensor:
-        # torch's first dimension counts examples and heads: keys need one for the examples alone.
-        by_example = weights.unflatten(0, (-1, num_heads))
-        return dropout(by_example, p).view_as(weights)
+    def __init__(self, dropout: DropoutFn, rate: float, num_heads: int) -> None:
+        self.dropout = dropout
+        self.rate = rate
+        self.num_heads = num_heads
 
-    def attend(*args: Any) -> Tensor:
-        return compute_attention(dropout, *args)
+    def __gt__(self, other: float) -> bool:
+        return self.rate > other
 
-    replacements: dict[str, Any] = {
-        # If an outer mode is active, torch's code would hand the whole call to that mode, which
-        # runs it without these replacements.
-        "has_torch_function": lambda *_: False,
-        "dropout": drop_by_example,
-        "scaled_dot_product_attention": attend,
-    }
-    names = func.__code__.co_names
-    # A torch that calls them by other names would drop by the global generator, without a word.
-    assert all(name in names for name in replacements), (
-        "of another torch: leave key= out"
+
+def compute_multi_head(
+    dropout: DropoutFn, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Computes torch's ``multi_head_attention_forward`` with ``dropout`` for its weights.
+
+    ``dropout`` gets weights of shape (examples, heads, queries, keys). Raises ``AssertionError`` as
+    ``multi_head_copy`` does.
+    """
+    copy = multi_head_copy()
+    arguments = {**dict(zip(copy.parameters, args, strict=False)), **kwargs}
+    rate = CarriedDropout(dropout, arguments["dropout_p"], arguments["num_heads"])
+    arguments["dropout_p"] = rate
+    return copy.function(**arguments)
+
+
+class MultiHeadCopy(NamedTuple):
+    """Holds a copy of torch's ``multi_head_attention_forward``, and the names of its parameters."""
+
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+
+
+_COPIES: list[MultiHeadCopy] = []
+"""The one copy, once it is made."""
+
+
+def multi_head_copy() -> MultiHeadCopy:
+    """Returns torch's ``multi_head_attention_forward``, whose rate is a ``CarriedDropout``.
+
+    torch's function is hundreds of lines of projections, masks and checks. So its code runs, with
+    three of its global names replaced. It is copied once, before any trace: a compiler cannot.
+
+    Raises ``AssertionError`` if the code of this torch lacks one of these names.
+    """
+    if not _COPIES:
+        func: Any = functional.multi_head_attention_forward
+        replacements: dict[str, Any] = {
+            # If an outer mode is active, torch's code would hand the whole call to that mode, which
+            # runs it without these replacements.
+            "has_torch_function": lambda *_: False,
+            "dropout": drop_by_example,
+            "scaled_dot_product_attention": attend,
+        }
+        names = func.__code__.co_names
+        # A torch that calls them by other names would drop by the global generator, without a word.
+        assert all(name in names for name in replacements), (
+            "of another torch: leave key= out"
+        )
+        namespace = {**func.__globals__, **replacements}
+        function = FunctionType(func.__code__, namespace, None, func.__defaults__)
+        parameters = tuple(inspect.signature(func).parameters)
+        _COPIES.append(MultiHeadCopy(function, parameters))
+    return _COPIES[0]
+
+
+def prepare_multi_head() -> None:
+    """Copies torch's function, unless that was done or its code lacks the names to replace."""
+    with suppress(AssertionError):
+        multi_head_copy()
+
+
+def drop_by_example(weights: Tensor, p: CarriedDropout) -> Tensor:
+    """Drops elements of attention weights, whose first dimension counts examples and heads.
+
+    Keys need a dimension for the examples alone.
+    """
+    by_example = weights.unflatten(0, (-1, p.num_heads))
+    return p.dropout(by_example, p.rate).view_as(weights)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: Any,
+    is_causal: bool,
+) -> Tensor:
+    """Computes ``compute_attention`` with a ``CarriedDropout``, or without dropout if it is 0."""
+    if not isinstance(dropout_p, CarriedDropout):
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal
+        )
+    return compute_attention(
+        dropout_p.dropout, query, key, value, attn_mask, dropout_p.rate, is_causal
     )
-    namespace = {**func.__globals__, **replacements}
-    function = FunctionType(func.__code__, namespace, None, func.__defaults__)
-    return function(*args, **kwargs)

@@ -106,7 +106,7 @@ class KeyedDropout(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             return compute_attention(self._drop_elements, *args, **kwargs)
         if func is functional.multi_head_attention_forward:
-            return compute_multi_head(self._drop_elements, func, args, kwargs)
+            return compute_multi_head(self._drop_elements, args, kwargs)
         return func(*args, **kwargs)
 
     def _patch_checkpoint(self) -> None:

@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter
 
 from purestep import tree
 from purestep.nn import (
+    attention,
     dropout,
     first_call,
     hooks,
@@ -285,6 +286,7 @@ class Apply:
         self._batch_second = any(
             getattr(part, "batch_first", None) is False for part in module.modules()
         )
+        attention.prepare_multi_head()  # A compiler cannot, should it trace the first call.
         self._hooks_backward = has_backward_hooks(module.modules())
         self._is_eval = False
         self._registers_hooks = False
@@ -306,6 +308,7 @@ class Apply:
     def __setstate__(self, state: dict[str, Any]) -> None:
         inspected = huggingface.with_empty_modules(state["_inspected"])
         vars(self).update(state, _inspected=inspected)
+        attention.prepare_multi_head()
 
     def __call__(
         self,
