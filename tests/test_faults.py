@@ -163,7 +163,7 @@ def fail_after_last_microbatch(arguments: Arguments) -> Arguments:
     return {"microbatches": Tail(arguments["microbatches"])}
 
 
-def state_with(**leaves: Tensor) -> Arguments:
+def state_with(**leaves: Any) -> Arguments:
     """Makes params of which some leaves differ, and the state that fits."""
     theta = make_params() | leaves
     return {"params": theta, "opt_state": SGD.init(theta)}
@@ -210,6 +210,15 @@ FAULTS = {
         right="params['b']: torch.float64 of shape ()",
         wrong="params['b']: torch.float32 of shape ()",
         **state_with(b=torch.tensor(1.0)),
+    ),
+    "five other leaves": difference(
+        "params",
+        right="the structure {'b': *, 'w': *}",
+        wrong=", ".join(
+            f"params['c'][{index}]: torch.float32 of shape (1,)" for index in range(4)
+        )
+        + ", ...",
+        **state_with(c=[torch.ones(1) for _ in range(5)]),
     ),
     "another opt_state": difference(
         "opt_state",
@@ -924,6 +933,23 @@ TREES: list[Any] = [
     [shard_of(1, 1, 2, dim=1)],
 ]
 OVER_VMAP = [shard_of(1, 1, axis=ps.VmapAxis(2))]
+
+
+def test_four_differing_leaves_are_all_that_differ() -> None:
+    """Dots stand for further ones."""
+    axis = ps.testing.ThreadAxis(2)
+
+    def program(rank: int) -> str:
+        params = [torch.ones(2 + rank) for _ in range(4)]
+        step = ps.make_update_step(
+            lambda p, m: m, SGD, weight_fn=weigh_by_one, axis=axis
+        )
+        with pytest.raises(ValueError, match="disagree on params") as error:
+            step(params, SGD.init(params), [make_batch()])
+        return str(error.value)
+
+    last = "params[3]: torch.float32 of shape (2,) against rank 1 with params[0]"
+    assert all(last in text for text in axis.map(program)([0, 1]))
 
 
 def test_fingerprints_differ_where_trees_do() -> None:

@@ -288,6 +288,14 @@ def test_multihead_attention(
     assert not torch.equal(evaluated, output)
 
 
+def test_a_trace_without_keys_draws_from_the_global_generator(
+    fresh_compiler: None,
+) -> None:
+    """Only with keys is a compiler's own draw refused."""
+    params, apply = as_module(lambda x: x + torch.rand(()))
+    trace(apply)(params, X)
+
+
 TRACE_FIRST = """
 import pickle, sys, torch
 import purestep as ps

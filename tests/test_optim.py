@@ -43,6 +43,26 @@ def test_clipping(max_norm: float) -> None:
         assert_same(clipped, grads)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(ps.optim.adamw, 0.1, 0.8, 0.9, 0.01),
+        partial(ps.optim.lion, 0.1, 0.8, 0.9),
+    ],
+)
+def test_params_outside_of_a_mask_are_updated_without_decay(make: Any) -> None:
+    masked = make(weight_decay=0.5, mask=False)
+    plain = make(weight_decay=0.0)
+    params = others = PARAMS
+    masked_state = masked.init(params)
+    state = plain.init(params)
+    for factor in (1.0, -3.0):
+        grads = tree.map(lambda grad: factor * grad, GRADS)  # noqa: B023
+        params, masked_state = masked.update(grads, masked_state, params)
+        others, state = plain.update(grads, state, others)
+    assert_same(params, others)
+
+
 def test_a_mask_is_a_tree_or_a_function() -> None:
     masks: list[Any] = [
         mask_matrices,
