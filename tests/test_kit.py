@@ -30,6 +30,7 @@ from purestep.testing import (
     Problem,
     ReferenceTrainer,
     __main__ as command_line,
+    accepting,
 )
 from purestep.testing.adapters import OneRank, PureTrainer
 from purestep.testing.draws import Draw, counterexample
@@ -622,7 +623,8 @@ def test_json_of_an_infinite_error_can_be_read(
     """Such as that of params that move without a token. JSON has no number for it."""
     verdict = ps.testing.Verdict(ps.testing.LAWS["T1"], "wrong", size=math.inf)
     monkeypatch.setattr(command_line, "run_laws", lambda *_, **__: [verdict])
-    monkeypatch.setattr(command_line, "report", lambda verdict: "")
+    monkeypatch.setattr(command_line, "load_trainer", lambda *_: None)
+    monkeypatch.setattr(accepting, "report", lambda verdict: "wrong")
     file = tmp_path / "found.json"
     trainer = "purestep.testing:ReferenceTrainer"
     arguments = ["purestep.testing", trainer, "--laws", "T1", "--json", str(file)]

@@ -209,7 +209,8 @@ print(util.find_spec("purestep").origin)
 
 def test_an_editable_install_is_a_line_in_a_pth_file(tmp_path: Path) -> None:
     """Type checkers read it, and it wins over an empty folder of the package's name."""
-    for name in ("pyproject.toml", "README.md", "LICENSE", "purestep"):
+    top = ("pyproject.toml", "README.md", "LICENSE", "purestep", "pytest_purestep.py")
+    for name in top:
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "wheel").mkdir()
     empty = tmp_path / "empty"
@@ -276,6 +277,7 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> No
     names = ZipFile(wheel).namelist()
     assert "purestep/py.typed" in names
     assert "purestep/testing/README.md" in names
+    assert "pytest_purestep.py" in names
 
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")

@@ -17,6 +17,7 @@ Status: TypeAlias = Literal["holds", "wrong", "refuses", "not asked"]
 Names: TypeAlias = Iterable[str]
 Seed: TypeAlias = int | Literal["today"]
 SEVERITY = ("not asked", "holds", "refuses", "wrong")
+FAILURES = ("wrong", "refuses")
 
 
 class Verdict(NamedTuple):
@@ -76,6 +77,7 @@ def run_laws(
     cases: int = 100,
     shrink: int = 200,
     seed: Seed = 0,
+    progress: Callable[[str], object] | None = None,
 ) -> list[Verdict]:
     """Returns a verdict for each law. A law says "refuses" only where no number is wrong.
 
@@ -88,6 +90,7 @@ def run_laws(
         cases: how many are tried for each law; its parts share them.
         shrink: how many more to find a smaller one.
         seed: from which cases are drawn; "today" draws others each day.
+        progress: gets a text before each case, such as "T1 equal tokens: case 3 of 25".
 
     >>> from purestep.testing import ReferenceTrainer
     >>> for verdict in run_laws(ReferenceTrainer(), ["T5", "T16"], cases=10):
@@ -97,7 +100,7 @@ def run_laws(
     """
     if seed == "today":
         seed = date.today().toordinal()
-    budget = _Budget(cases, shrink, seed)
+    budget = _Budget(cases, shrink, seed, progress)
     judged = [_find_law(name) for name in laws]
     return [_judge_law(trainer, law, budget) for law in judged]
 
@@ -168,11 +171,21 @@ class _Refusal(NamedTuple):
 
 
 class _Budget(NamedTuple):
-    """Holds how many cases are drawn, how many simpler ones at most, and the seed."""
+    """Holds how many cases are drawn, how many simpler ones at most, the seed, and a listener."""
 
     cases: int
     shrink: int
     seed: int
+    progress: Callable[[str], object] | None = None
+
+    def report_progress(self, name: str, number: int, num_simpler: int) -> None:
+        """Calls the listener, if there is one, with the numbers of cases and of simpler ones."""
+        if self.progress is None:
+            return
+        text = f"{name}: case {number} of {self.cases}"
+        if num_simpler:
+            text = f"{name}: wrong; simpler case {num_simpler} of at most {self.shrink}"
+        self.progress(text)
 
 
 def _find_law(name: str) -> TrainerLaw:
@@ -256,9 +269,16 @@ def _judge_part(
     exact: list[bool] = []
     refused: list[_Refusal] = []
     is_shrinking = False
+    num_drawn = 0
+    num_simpler = 0
 
     def claim(case: Case) -> None:
-        nonlocal is_shrinking
+        nonlocal is_shrinking, num_drawn, num_simpler
+        if is_shrinking:
+            num_simpler += 1
+        else:
+            num_drawn += 1
+        budget.report_progress(f"{law.name} {part}".strip(), num_drawn, num_simpler)
         if not is_shrinking:
             for what, number in case.coverage().items():
                 coverage[what][number] += 1

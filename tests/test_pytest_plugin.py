@@ -1,0 +1,186 @@
+"""Tests ``pytest --trainer``: in processes, as every run of pytest loads the plugin."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MINE = """
+import purestep as ps
+
+def divided_once(model, optimizer, microbatches, problem):
+    optimizer.zero_grad()
+    count = sum(problem.weights(batch).sum() for batch in microbatches)
+    for batch in microbatches:
+        losses = problem.losses(model, batch) * problem.weights(batch)
+        (losses.sum() / count).backward()
+    if count:
+        optimizer.step()
+
+def mean_of_means(model, optimizer, microbatches, problem):
+    optimizer.zero_grad()
+    for batch in microbatches:
+        counts = problem.weights(batch)
+        mean = (problem.losses(model, batch) * counts).sum() / counts.sum()
+        (mean / len(microbatches)).backward()
+    optimizer.step()
+
+right = ps.testing.loop(divided_once)
+wrong = ps.testing.loop(mean_of_means)
+on_ranks = ps.testing.loop(divided_once, None, ps.testing.Capabilities(ranks=2))
+
+def make_right():
+    return right
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Holds mine.py alone, as a project without tests."""
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the program ``pytest``, which does not import from the folder by itself."""
+    main = "import sys, pytest; del sys.path[0]; sys.exit(pytest.main())"
+    return subprocess.run(
+        [sys.executable, "-c", main, "-p", "pytest_purestep", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def read_outcomes(output: str) -> dict[str, str]:
+    """Returns the outcomes of ``-v``, by the names of tests."""
+    return dict(re.findall(r"^(\S+::\S+) ([A-Z]+)\b", output, re.M))
+
+
+def test_each_law_is_a_test(folder: Path) -> None:
+    run = run_pytest(
+        folder, "--trainer", "mine:make_right", "--trainer-cases", "4", "-v"
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    outcomes = read_outcomes(run.stdout)
+    passed = ["T0_equation", "T1_cut", "T3_order", "T4_padding", "T5_weights"]
+    passed += ["T6_purity", "T7_identity", "T14_repartition"]
+    skipped = ["T2_ranks", "T15_randomness", "T16_resume", "T17_settings"]
+    expected = dict.fromkeys(passed, "PASSED") | dict.fromkeys(skipped, "SKIPPED")
+    assert outcomes == {f"mine:make_right::{name}": expected[name] for name in expected}
+    assert "collected 12 items" in run.stdout
+
+
+def test_names_options_and_other_tests_fit(folder: Path) -> None:
+    """A failure is told as the kit tells it, and ``--lf`` runs it again."""
+    (folder / "test_others.py").write_text("def test_others(): pass\n")
+    options = [
+        "--trainer",
+        "mine:wrong",
+        "--trainer-laws",
+        "T1, T3,T5",
+        "--trainer-cases",
+        "20",
+    ]
+    run = run_pytest(folder, *options, "-v", "-k", "cut or order or others")
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert read_outcomes(run.stdout) == {
+        "test_others.py::test_others": "PASSED",
+        "mine:wrong::T1_cut": "FAILED",
+        "mine:wrong::T3_order": "PASSED",
+    }
+    assert "collected 4 items / 1 deselected / 3 selected" in run.stdout
+    for text in (
+        "T1 (cut, unequal rows) does not hold",
+        "T1 (cut, empty ones) does not hold",
+        "The smallest case found: rows [0",
+    ):
+        assert text in run.stdout
+    assert "pytest_laws.py" not in run.stdout, "the plugin's own lines explain nothing"
+
+    again = run_pytest(folder, *options, "-v", "--lf")
+    assert read_outcomes(again.stdout) == {"mine:wrong::T1_cut": "FAILED"}
+
+
+def test_accepted_failures_are_expected(folder: Path) -> None:
+    accepted = folder / "accepted.txt"
+    parts = ["unequal rows", "unequal tokens", "empty ones"]
+    lines = [f"T1 {part}: wrong" for part in parts]
+    options = [
+        "--trainer",
+        "mine:wrong",
+        "--trainer-laws",
+        "T1,T3",
+        "--trainer-cases",
+        "40",
+    ]
+    options += ["--trainer-accept", "accepted.txt", "-v", "-rx"]
+
+    accepted.write_text("\n".join(lines))
+    run = run_pytest(folder, *options)
+    assert run.returncode == 0, run.stdout + run.stderr
+    cut, order = read_outcomes(run.stdout).values()
+    assert (cut, order) == ("XFAIL", "PASSED")
+    assert "accepted: T1 unequal rows: wrong, T1 unequal tokens: wrong" in run.stdout
+
+    accepted.write_text("\n".join([*lines[1:], "T3: refuses"]))
+    run = run_pytest(folder, *options)
+    assert {*read_outcomes(run.stdout).values()} == {"FAILED"}
+    assert "T1 (cut, unequal rows) does not hold" in run.stdout
+    assert "T1 (cut, unequal tokens) does not hold" not in run.stdout
+    assert "T3 is accepted as 'refuses', and 'holds' now" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["mine:nothing"], "AttributeError: module 'mine' has no attribute 'nothing'"),
+        (["mine"], "'mine' is not of the form MODULE:TRAINER"),
+        (["mine:right", "--trainer-laws", "T8"], "there is no law 'T8': they are T0"),
+        (["mine:divided_once"], "missing 4 required positional arguments"),
+        (["mine:right", "--trainer-cases", "few"], "invalid literal for int.*'few'"),
+        (["mine:right", "--trainer-accept", "none.txt"], "No such file.*none.txt"),
+    ],
+)
+def test_wrong_options_are_refused(
+    folder: Path, options: list[str], message: str
+) -> None:
+    run = run_pytest(folder, "--trainer", *options)
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert re.search(f"^ERROR: --trainer {options[0]}: .*({message})", run.stderr, re.M)
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [["mine:on_ranks"], ["mine:right", "-n", "2"]], ids=["ranks", "workers"]
+)
+def test_processes_import_the_module(folder: Path, options: list[str]) -> None:
+    """Those of a trainer on several ranks do, and the workers of pytest-xdist."""
+    cases = ["--trainer-laws", "T0,T6", "--trainer-cases", "3"]
+    run = run_pytest(folder, "--trainer", *options, *cases)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 passed" in run.stdout
+
+
+LIGHT = """
+import sys
+
+def test_others():
+    roots = {name.partition(".")[0] for name in sys.modules}
+    assert not roots & {"torch", "purestep"}
+    assert "pytest_purestep" in sys.modules
+"""
+
+
+def test_without_the_option_nothing_is_imported(folder: Path) -> None:
+    (folder / "test_others.py").write_text(LIGHT)
+    run = run_pytest(folder, "-v", "-p", "no:hypothesispytest")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert read_outcomes(run.stdout) == {"test_others.py::test_others": "PASSED"}
+    assert len(run.stdout.splitlines()) < 12
