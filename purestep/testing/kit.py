@@ -4,6 +4,7 @@
 from purestep.testing.adapters import Loop, Processes, PureTrainer, loop
 from purestep.testing.case import Case
 from purestep.testing.catalogue import LAWS
+from purestep.testing.jax_loops import jax_loop
 from purestep.testing.judging import Verdict, check, run_laws, law_tests
 from purestep.testing.problem import REGRESSION, Linear, Problem, Task, causal_lm
 from purestep.testing.specification import ReferenceTrainer
@@ -26,6 +27,7 @@ __all__ = [
     "PureTrainer",
     "Loop",
     "loop",
+    "jax_loop",
     "Processes",
     "LAWS",
     "Case",
