@@ -28,8 +28,7 @@ def spec(
     def mean_loss(params: Any) -> Any:
         return (weights * loss_fn(params, batch)).sum() / num_tokens
 
-    grads = torch.func.grad(mean_loss)(params)
-    loss = mean_loss(params)
+    grads, loss = torch.func.grad_and_value(mean_loss)(params)
     return update(grads, opt_state, params), grads, loss
 
 
