@@ -108,6 +108,7 @@ def find_workflow_commands() -> list[str]:
     return [step["run"] for step in steps if "run" in step]
 
 
+@pytest.mark.timeout(600)  # It judges a trainer five times, and makes an environment.
 def test_the_page_runs_in_an_empty_folder(folder: Folder) -> None:
     (program,) = BLOCKS["python"]
     (folder.path / "mine.py").write_text(program)
@@ -148,6 +149,6 @@ def test_the_page_runs_in_an_empty_folder(folder: Folder) -> None:
 
     (options,) = BLOCKS["toml"]
     (folder.path / "pyproject.toml").write_text(options)
-    run = folder.run("pytest -q")
+    run = folder.run("pytest -q --trainer-laws T1,T3 --trainer-cases 40")
     assert run.returncode == 0, run.stdout
-    assert "3 passed, 5 skipped, 4 xfailed" in run.stdout
+    assert "1 passed, 1 xfailed" in run.stdout
