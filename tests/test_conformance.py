@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 import purestep as ps
-from benchmarks.trainers import again, by_hand, report, with_purestep, with_torch
+from benchmarks.trainers import (
+    again,
+    by_hand,
+    findings,
+    report,
+    sections,
+    with_purestep,
+    with_torch,
+)
 from benchmarks.trainers.column import Column
 
 REPORT = json.loads(Path("benchmarks/results/conformance.json").read_text())
@@ -63,10 +71,48 @@ def test_the_page_is_that_of_the_results() -> None:
     assert page == report.text(REPORT)
 
 
+PAGE = Path("benchmarks/CONFORMANCE.md").read_text()
+LAWS = findings.cells(REPORT)
+
+
+def test_the_table_names_laws_and_leads_to_each_project() -> None:
+    head = re.search(r"^\| trainer \| (.*) \|$", PAGE, re.M)
+    assert head
+    assert not re.search(r"T\d", head[1])
+    links = {*re.findall(r"^\| \*?\[.*?\]\(#(.*?)\)", PAGE, re.M)}
+    headings = {report.anchor(each) for each in re.findall(r"^### (.*)$", PAGE, re.M)}
+    assert links == headings == {report.anchor(name) for name in sections.PARAGRAPHS}
+
+
+def test_a_step_on_a_zero_gradient_is_a_convention_and_nan_is_not() -> None:
+    called = {name: findings.finding(it, "T7") for name, it in PUBLISHED.items()}
+    assert called["PyTorch loop"] == called["Trainer, Llama"] == "convention"
+    assert called["torchtune's recipe"] == called["mlx-lm"] == "wrong"
+    assert called["PyTorch loop, sums"] == called["purestep"] == "holds"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_by_design_has_its_sentence_on_the_page(name: str) -> None:
+    column = PUBLISHED[name]
+    for law in LAWS:
+        if findings.finding(column, law) == "by design":
+            assert column["promises"][law] in PAGE
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_project_called_wrong_has_numbers_by_hand(name: str) -> None:
+    column = PUBLISHED[name]
+    if any(findings.finding(column, law) in findings.BROKEN for law in LAWS):
+        assert column["biases"]
+        paragraph = sections.PARAGRAPHS[column["project"]](REPORT)
+        assert "What to " in paragraph
+        assert re.search(r"ends at -?\d|its own run", paragraph)
+
+
 TITLES = {
     "cut": "T1",
     "ranks": "T2",
-    "uneven ranks": report.UNEVEN,
+    "uneven ranks": findings.UNEVEN,
     "order": "T3",
     "padding": "T4",
     "no labels": "T7",
@@ -86,7 +132,7 @@ def test_tables_elsewhere_say_the_same(page: str) -> None:
     laws = [TITLES[title] for title in table_cells(head)[1:]]
     for row in rows.strip().split("\n"):
         names, *cells = table_cells(row)
-        findings = [cell.strip("*").replace("·", "not asked") for cell in cells]
+        called = [cell.strip("*").replace("·", "not asked") for cell in cells]
         for name in names.split("; "):
-            expected = [report.finding(PUBLISHED[name], law) for law in laws]
-            assert findings == expected, name
+            expected = [findings.finding(PUBLISHED[name], law) for law in laws]
+            assert called == expected, name

@@ -1,4 +1,7 @@
-"""Judges all trainers, each in a process of its own, and writes results/conformance.json, its picture, and CONFORMANCE.md."""
+"""Judges trainers, each in a separate process, and writes results/conformance.json, its picture, and CONFORMANCE.md.
+
+A column that is not run keeps what results/conformance.json says of it.
+"""
 
 import argparse
 import json
@@ -18,7 +21,7 @@ import purestep as ps
 from benchmarks.speed import timing
 from benchmarks.trainers import again, picture, report
 from benchmarks.trainers.column import Column
-from benchmarks.trainers.columns import COLUMNS
+from benchmarks.trainers.columns import COLUMNS, PROJECTS
 
 HERE = Path(__file__).parent.parent
 BUILD = HERE.parent / "build"
@@ -26,12 +29,8 @@ EXAMPLES = ("heads", "torchtune", "evaluation", "torchopt")
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of all packages that are named, wherever they are."""
-    sys.path += [
-        str(BUILD / folder)
-        for folder in sorted({c.folder for c in COLUMNS if c.folder})
-    ]
-    return {name: metadata.version(name) for name in sorted(packages)}
+    """Of the packages of one column, in the process that runs it."""
+    return {name: metadata.version(name) for name in packages}
 
 
 def ask(what: str, options: argparse.Namespace) -> str:
@@ -48,6 +47,7 @@ def ask(what: str, options: argparse.Namespace) -> str:
         ),
     }
     numbers = ["--cases", str(options.cases), "--shrink", str(options.shrink)]
+    numbers += ["--by-hand"] * options.by_hand
     command = [sys.executable, "-m", "benchmarks.trainers", "--part", what, *numbers]
     try:
         subprocess.run(command, check=True, timeout=options.seconds, env=environment)
@@ -58,12 +58,17 @@ def ask(what: str, options: argparse.Namespace) -> str:
 
 def part(what: str, options: argparse.Namespace) -> None:
     """In that process: judges, and leaves what it finds."""
-    from benchmarks.trainers.work import examples, judged
+    from benchmarks.trainers.work import by_hand_again, examples, judged
 
+    if what in EXAMPLES:
+        where(what).write_text(json.dumps(examples(what)))
+        return
+    (column,) = [column for column in COLUMNS if column.name == what]
     found = (
-        examples(what)
-        if what in EXAMPLES
+        by_hand_again(what)
+        if options.by_hand
         else judged(what, options.cases, options.shrink)
+        | {"versions": versions(column.packages)}
     )
     where(what).write_text(json.dumps(found))
 
@@ -73,6 +78,27 @@ def where(what: str) -> Path:
     folder = BUILD / "conformance"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{''.join(c if c.isalnum() else '_' for c in what)}.json"
+
+
+def published() -> dict[str, Any]:
+    """What results/conformance.json says."""
+    path = HERE / "results" / "conformance.json"
+    return json.loads(path.read_text()) if path.exists() else {"columns": []}
+
+
+def found_of(column: Column, before: dict[str, Any]) -> dict[str, Any]:
+    """What was found of a column, now or, where it was not run, before; nothing where it never was."""
+    known = {each["name"]: each for each in before["columns"]}.get(column.name, {})
+    new = where(column.name)
+    found: dict[str, Any] = known | (
+        json.loads(new.read_text()) if new.exists() else {}
+    )
+    if not found:
+        return {}
+    if "versions" not in found:
+        found["versions"] = {name: before["versions"][name] for name in column.packages}
+    project = next(name for name, columns in PROJECTS.items() if column in columns)
+    return {"project": project} | found | about_column(column)
 
 
 def about_column(column: Column) -> dict[str, Any]:
@@ -92,6 +118,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", help="names of columns and examples; none: the page"
     )
+    parser.add_argument(
+        "--by-hand", action="store_true", help="the cases by hand alone"
+    )
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -106,24 +135,29 @@ def main() -> None:
             what for what in pool.map(lambda what: ask(what, options), tasks) if what
         ]
     print(*failed, sep="\n", file=sys.stderr)
-    columns = [
-        about_column(column) | json.loads(where(column.name).read_text())
-        for column in COLUMNS
-        if where(column.name).exists()
-    ]
+    before = published()
+    columns = [found for column in COLUMNS if (found := found_of(column, before))]
     about = {
         "limit": options.seconds,
         "seconds": sum(column["seconds"] for column in columns),
         "python": platform.python_version(),
-        "versions": versions(
-            {name for column in columns for name in column["packages"]}
-        ),
+        "versions": {
+            name: version
+            for column in columns
+            if not column["folder"]
+            for name, version in column["versions"].items()
+        },
         "laws": {
             name: {"title": law.title, "statement": law.statement}
             for name, law in ps.testing.LAWS.items()
         },
         "columns": columns,
-        **{which: json.loads(where(which).read_text()) for which in EXAMPLES},
+        **{
+            which: json.loads(where(which).read_text())
+            if where(which).exists()
+            else before[which]
+            for which in EXAMPLES
+        },
     }
     about["again"] = again.checked(columns)
     path = timing.write(options.out / "results", "conformance", about)

@@ -4,10 +4,10 @@ import copy
 import gc
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.trainers.column import Bigram, Column
 from purestep.testing.problem import REGRESSION, Batch, Linear, Problem
@@ -30,6 +30,9 @@ CASES: dict[str, tuple[list[list[Rows]], float, float]] = {
 }
 """Updates, each of microbatches; the first bias after them by the equation, and by a mean of means: the report works them out.
 In the last case momentum is ½, and an update without labels follows one with a label."""
+
+FIRST = "first labelled"
+"""One row, 0, whose first token has a label, too, which nothing predicts: the equation gives 0.5."""
 
 CUTS = ("equal", "unequal rows", "unequal tokens")
 """Those of T1."""
@@ -64,26 +67,99 @@ def targets_of(rows: Rows, dtype: torch.dtype) -> Batch:
     return {"x": torch.zeros(*y.shape, 2, dtype=dtype), "y": y, "w": labels != NONE}
 
 
-def problem_for(trainer: Any, momentum: float = 0.0) -> Problem | None:
-    """A model that says its bias; None where the trainer needs a model of its own."""
+class Said(NamedTuple):
+    """A problem whose model says its bias, and where the bias stands."""
+
+    problem: Problem
+    bias: str
+    first_labels: bool = False
+    """Whether a label at a row's first place is predicted by nothing."""
+    rows_of_one: bool = False
+    """Whether a row has one label."""
+
+
+HEADS_OF_TOKENS = {
+    "GPT2LMHeadModel": "transformer.wte.weight",
+    "LlamaForCausalLM": "lm_head.weight",
+    "GPT2ForTokenClassification": "classifier.weight",
+    "GPT2ForSequenceClassification": "score.weight",
+}
+"""Of transformers' models, the parameter that is the logits, where the hidden state is 1."""
+
+
+def said_by(trainer: Any, momentum: float = 0.0) -> Said | None:
+    """A model that says its bias; None where the trainer learns something else than labels."""
     task, dtype = trainer.capabilities.task, trainer.capabilities.dtype
     if task is REGRESSION:
-        return Problem(task, Linear([0, 0], 0, dtype), RATE, momentum)
+        return Said(Problem(task, Linear([0, 0], 0, dtype), RATE, momentum), "bias")
     if isinstance(task.model, Bigram):
         model = Bigram(torch.ones(2, 1, dtype=dtype), torch.zeros(2, 1, dtype=dtype))
-        return Problem(task, model, RATE, momentum)
-    return None
+        return Said(Problem(task, model, RATE, momentum), "head.weight")
+    kind = type(task.model).__name__
+    if kind not in HEADS_OF_TOKENS or task.name in ("policy gradient", "preferences"):
+        return None
+    return Said(
+        Problem(task, constant(kind), RATE, momentum),
+        HEADS_OF_TOKENS[kind],
+        task.name == "next tokens",
+        task.name == "classes of rows",
+    )
+
+
+def constant(kind: str) -> Any:
+    """One of transformers' models with the hidden state 1 everywhere, for two labels, whose logits are 0."""
+    import transformers
+
+    ids: dict[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    if kind.startswith("Llama"):
+        # √(1² + 1²) / 2 is 1: what RMSNorm divides by.
+        config: Any = transformers.LlamaConfig(
+            vocab_size=2, hidden_size=2, num_hidden_layers=1, num_attention_heads=1,
+            intermediate_size=2, rms_norm_eps=0.0, **ids,
+        )  # fmt: skip
+        model: Any = transformers.LlamaForCausalLM(config)
+        layer = model.model.layers[0]
+        nn.init.ones_(model.model.embed_tokens.weight)
+        zero = [layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight]
+        zero += [model.lm_head.weight]
+    else:
+        config = transformers.GPT2Config(
+            vocab_size=2, n_positions=64, n_embd=1, n_layer=1, n_head=1, num_labels=2,
+            attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, classifier_dropout=0.0, **ids,
+        )  # fmt: skip
+        model = getattr(transformers, kind)(config)
+        # The last norm of one number is its bias.
+        nn.init.ones_(model.transformer.ln_f.bias)
+        zero = [dict(model.named_parameters())[HEADS_OF_TOKENS[kind]]]
+    for weight in zero:
+        nn.init.zeros_(weight)
+    return model
+
+
+def problem_for(trainer: Any, momentum: float = 0.0) -> Problem | None:
+    """The problem of a model that says its bias, if there is one."""
+    said = said_by(trainer, momentum)
+    return said and said.problem
 
 
 def bias_after(
-    trainer: Any, problem: Problem, updates: Sequence[Sequence[Sequence[Rows]]]
+    trainer: Any,
+    said: Said,
+    updates: Sequence[Sequence[Sequence[Rows]]],
+    first_labels: bool = False,
 ) -> Any:
     """The first bias, after updates each of which has microbatches for each rank; in words, if the trainer refuses."""
-    dtype = trainer.capabilities.dtype
-    linear = problem.task is REGRESSION
+    dtype, problem = trainer.capabilities.dtype, said.problem
 
     def batch(rows: Rows) -> Batch:
-        return targets_of(rows, dtype) if linear else labels_of(rows)
+        if problem.task is REGRESSION:
+            return targets_of(rows, dtype)
+        if said.rows_of_one:
+            rows = [[label] for row in rows for label in row]
+        batch = labels_of(rows)
+        if first_labels:
+            batch["labels"][:, 0] = batch["input_ids"][:, 0]
+        return batch
 
     try:
         if isinstance(trainer, Switchable):
@@ -92,8 +168,7 @@ def bias_after(
         for update in updates:
             trainer.update([[batch(rows) for rows in share] for share in update])
         seen = [
-            float(each.params["bias"] if linear else each.params["head.weight"][0, 0])
-            for each in trainer.observe()
+            float(each.params[said.bias].flatten()[0]) for each in trainer.observe()
         ]
     except Exception as error:
         return "hangs" if "is silent after" in str(error) else type(error).__name__
@@ -107,30 +182,38 @@ def biases(column: Column) -> dict[str, Any]:
     trainer = column.make()
     found: dict[str, Any] = {}
     for name, (updates, _, _) in CASES.items():
-        problem = problem_for(trainer, 0.5 if name == "momentum" else 0.0)
-        if problem is not None:
-            found[name] = bias_after(trainer, problem, [[update] for update in updates])
-            if trainer.capabilities.ranks > 1 and len(updates[0]) > 1:
-                spread = [[[part] for part in update] for update in updates]
-                found[f"{name}, 2 ranks"] = bias_after(trainer, problem, spread)
+        said = said_by(trainer, 0.5 if name == "momentum" else 0.0)
+        if said is None:
+            continue
+        found[name] = bias_after(trainer, said, [[update] for update in updates])
+        if trainer.capabilities.ranks > 1 and len(updates[0]) > 1:
+            spread = [[[part] for part in update] for update in updates]
+            found[f"{name}, 2 ranks"] = bias_after(trainer, said, spread)
+    said = said_by(trainer)
+    if said is not None and said.first_labels:
+        found[FIRST] = bias_after(trainer, said, [[[[[0]]]]], first_labels=True)
     return found
 
 
 def uneven(column: Column) -> dict[str, Any]:
     """What a trainer makes of ranks that hold different numbers of microbatches."""
     capabilities = column.make().capabilities
-    if capabilities.ranks == 1 or problem_for(column.make()) is None:
+    if (
+        capabilities.ranks == 1
+        or not column.takes_uneven
+        or problem_for(column.make()) is None
+    ):
         return {}
     found = {}
     for name, (update, _) in UNEVEN.items():
         trainer = (
             column.make() if capabilities.uneven_ranks else column.make(timeout=HANG)
         )
-        problem = problem_for(trainer)
-        assert problem is not None
+        said = said_by(trainer)
+        assert said is not None
         # Once with as many on each, so that what is imported is not waited for below.
-        bias_after(trainer, problem, [[[[[0]]], [[[1]]]]])
-        found[name] = bias_after(trainer, problem, [update])
+        bias_after(trainer, said, [[[[[0]]], [[[1]]]]])
+        found[name] = bias_after(trainer, said, [update])
     return found
 
 

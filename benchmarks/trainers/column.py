@@ -23,9 +23,11 @@ class Column:
         follows: what is said there, quoted; or what differs from the column before it.
         documented: whether the column is the documented usage, or a way to make more laws hold.
         gives: the formula of ``again.py`` for the coefficient of a token.
-        promises: by law, the sentence in which the documentation promises no more than what is found.
+        promises: by law, the sentence in which the documentation promises no more than what is found; also for "T2 uneven", for ranks
+            with different numbers of microbatches.
         vacuous: by law, why asking would compare a run with itself.
         folder: where packages are that are not installed beside the others, below ``build``.
+        takes_uneven: whether each rank is given its own microbatches, so that their numbers may differ.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Column:
     promises: Mapping[str, str] = field(default_factory=dict)
     vacuous: Mapping[str, str] = field(default_factory=dict)
     folder: str = ""
+    takes_uneven: bool = True
 
 
 class Bigram(nn.Module):

@@ -18,19 +18,21 @@ from benchmarks.trainers import (
 )
 from benchmarks.trainers.column import Column
 
-COLUMNS: list[Column] = [
-    *with_torch.COLUMNS,
-    *with_accelerate.COLUMNS,
-    *with_transformers.COLUMNS,
-    *with_trl.COLUMNS,
-    *with_lightning.COLUMNS,
-    *with_ignite.COLUMNS,
-    *with_fastai.COLUMNS,
-    *with_composer.COLUMNS,
-    *with_keras.COLUMNS,
-    *with_torchtune.COLUMNS,
-    *with_mlx.COLUMNS,
-    *with_torchopt.COLUMNS,
-    *with_jax.COLUMNS,
-    *with_purestep.COLUMNS,
-]
+PROJECTS: dict[str, list[Column]] = {
+    "PyTorch": with_torch.COLUMNS,
+    "Accelerate": with_accelerate.COLUMNS,
+    "transformers": with_transformers.COLUMNS,
+    "TRL": with_trl.COLUMNS,
+    "Lightning": with_lightning.COLUMNS,
+    "Ignite": with_ignite.COLUMNS,
+    "fastai": with_fastai.COLUMNS,
+    "Composer": with_composer.COLUMNS,
+    "Keras": with_keras.COLUMNS,
+    "torchtune": with_torchtune.COLUMNS,
+    "mlx-lm": with_mlx.COLUMNS,
+    "TorchOpt": with_torchopt.COLUMNS,
+    "optax": with_jax.COLUMNS,
+    "purestep": with_purestep.COLUMNS,
+}
+"""The columns of each project."""
+COLUMNS: list[Column] = [column for columns in PROJECTS.values() for column in columns]

@@ -3,17 +3,24 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trainers.report import UNEVEN, cells, finding
+from benchmarks.trainers.findings import cells, finding, title
 
 COLOURS = {
     "holds": "#4c8fbd",
     "wrong": "#d55e00",
     "by design": "#f0b48a",
+    "convention": "#d9d2c5",
     "hangs": "#8b2f00",
     "refuses": "#f0c75e",
     "not asked": "#f2f2f2",
 }
-SIGNS = {"wrong": "✗", "by design": "✗", "hangs": "∞", "refuses": "!"}
+SIGNS = {
+    "wrong": "✗",
+    "by design": "–",
+    "convention": "–",
+    "hangs": "∞",
+    "refuses": "!",
+}
 WIDTH, DPI = 8.5, 100
 """Inches, and pixels to an inch: as many as GitHub gives a page."""
 
@@ -53,31 +60,29 @@ def draw(report: dict[str, Any], path: Path) -> None:
             sign = SIGNS.get(
                 found, str(verdict.get("cases", "✓")) if found == "holds" else ""
             )
-            colour = "#7a3a10" if found == "by design" else "white"
+            quiet = found in ("by design", "convention")
+            colour = "#7a3a10" if quiet else "white"
             axes.text(
                 x + 0.5, y + 0.52, sign, ha="center", va="center", color=colour,
                 fontsize=7.5 if found == "holds" else 9,
             )  # fmt: skip
     axes.set_xlim(0, len(laws))
     axes.set_ylim(len(columns), 0)
-    titles = [
-        "T2\nuneven" if law == UNEVEN else f"{law}\n{report['laws'][law]['title']}"
-        for law in laws
-    ]
-    axes.set_xticks([x + 0.5 for x in range(len(laws))], titles, fontsize=5.6)
+    titles = [title(report, law) for law in laws]
+    axes.set_xticks(
+        [x + 0.4 for x in range(len(laws))], titles, fontsize=8, rotation=30, ha="left"
+    )
     axes.xaxis.tick_top()
-    names = [
-        f"{column['name']}  $\\it{{{_version(report, column)}}}$" for column in columns
-    ]
+    names = [f"{column['name']}  $\\it{{{_version(column)}}}$" for column in columns]
     axes.set_yticks([y + 0.5 for y in range(len(columns))], names, fontsize=8)
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
     said = {
         "holds": "holds, in so many cases",
-        "wrong": "wrong, without an error",
-        "by design": "wrong, as documented",
-        "hangs": "hangs",
+        "wrong": "wrong: breaks a promise",
+        "by design": "by design, as documented",
+        "convention": "convention",
         "refuses": "an error",
         "not asked": "not asked",
     }
@@ -101,6 +106,6 @@ def draw(report: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _version(report: dict[str, Any], column: dict[str, Any]) -> str:
+def _version(column: dict[str, Any]) -> str:
     """Of the first package."""
-    return str(report["versions"][column["packages"][0]].split("+")[0])
+    return str(column["versions"][column["packages"][0]].split("+")[0])

@@ -1,21 +1,13 @@
-"""The table as text, and what there is to say of each law that somebody breaks."""
+"""The page: what was asked and found, the table, the cases by hand, and a section for each project."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.trainers.by_hand import CASES
+from benchmarks.trainers.by_hand import CASES, FIRST
+from benchmarks.trainers.findings import BROKEN, SIGNS, UNEVEN, cells, finding, title
 from benchmarks.trainers.history import COUNTS, HISTORY, LINES, SUMS, equation
-
-UNEVEN = "T2 uneven"
-"""T2, where ranks have different numbers of microbatches."""
-SIGNS = {
-    "wrong": "**wrong**",
-    "by design": "wrong, by design",
-    "hangs": "**hangs**",
-    "refuses": "refuses",
-    "not asked": "·",
-}
+from benchmarks.trainers.sections import sections
 
 
 def text(report: dict[str, Any]) -> str:
@@ -23,55 +15,23 @@ def text(report: dict[str, Any]) -> str:
     parts = [
         _first_screen(report),
         _table(report),
-        _coverage(report),
+        _laws(report),
         _how_far(report),
-        _promises(report),
-        *(NOTES[law](report) for law in NOTES),
+        _of_ranks(report),
+        sections(report),
         _smallest(report),
+        _coverage(report),
         _history(),
         _checked(report),
-        _laws(report),
         _versions(report),
-        _usages(report),
     ]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
-def cells(report: Mapping[str, Any]) -> list[str]:
-    """The laws, with T2 of uneven ranks beside T2."""
-    laws = [*report["laws"]]
-    at = laws.index("T2") + 1
-    return [*laws[:at], UNEVEN, *laws[at:]]
-
-
-def finding(column: Mapping[str, Any], law: str) -> str:
-    """What a cell says: "by design" is "wrong" where the documentation promises no more."""
-    if law == UNEVEN:
-        return _of_uneven(column)
-    found = str(column["verdicts"][law]["finding"])
-    return "by design" if found == "wrong" and law in column["promises"] else found
-
-
-def _of_uneven(column: Mapping[str, Any]) -> str:
-    from benchmarks.trainers.by_hand import UNEVEN as RIGHT
-
-    results = column["uneven"]
-    if not results:
-        return "not asked"
-    wrong = [
-        (isinstance(result, str) and result.startswith("ranks differ"))
-        or (isinstance(result, float) and abs(result - RIGHT[name][1]) > 1e-6)
-        for name, result in results.items()
-    ]  # fmt: skip
-    if any(wrong):
-        return "by design" if "T2" in column["promises"] else "wrong"
-    if "hangs" in results.values():
-        return "hangs"
-    return (
-        "refuses"
-        if any(isinstance(result, str) for result in results.values())
-        else "holds"
-    )
+def _documented(report: Mapping[str, Any]) -> list[Any]:
+    """The documented variants, but for purestep's."""
+    columns = [column for column in report["columns"] if column["documented"]]
+    return [column for column in columns if column["project"] != "purestep"]
 
 
 def _names(columns: Sequence[Mapping[str, Any]]) -> str:
@@ -79,96 +39,87 @@ def _names(columns: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _first_screen(report: dict[str, Any]) -> str:
-    documented = [c for c in report["columns"] if c["documented"]]
-    others = [c for c in documented if c["packages"][0] != "purestep"]
+    others = _documented(report)
+    projects = dict.fromkeys(column["project"] for column in others)
 
     def those(law: str, *findings: str) -> list[Any]:
         return [c for c in others if finding(c, law) in findings]
 
-    cut, scaled = those("T1", "wrong", "by design"), those("T0", "wrong")
-    designed = those("T1", "by design")
-    kept = those("T1", "holds")
-    empty = [c for c in others if c["moved_by_momentum"]]
-    unlike = [c for c in others if c["verdicts"]["T6"]["parts"].get("bits") == "wrong"]
-    hanging = [c["name"] for c in others if "hangs" in c["uneven"].values()]
+    designed, kept = those("T1", "by design"), those("T1", "holds")
+    convention = those("T7", "convention")
     return f"""
 # Conformance
 
-**What is asked.** Does an update depend on how its batch was cut, padded, ordered and spread over ranks? {len(documented)} documented ways to
-train are judged by `ps.testing.run_laws`, each as its documentation writes it, with torch's own `cross_entropy(ignore_index=-100)` where it
-has a choice. What is wrong was found by running each trainer, on cases that are told below, and was computed again without the kit.
+**What is asked.** Does an update depend on how its batch was cut, padded, ordered and spread over ranks? {len(projects)} projects, in
+{len(others)} documented variants, are judged by `ps.testing.run_laws`, each as its documentation writes it, with torch's own
+`cross_entropy(ignore_index=-100)` where it has a choice; purestep is judged beside them. What is wrong was found by running each
+trainer, on cases that are told below, and was computed again without the kit.
 
-**What was found.** Of {len(others)} documented trainers that are not purestep's,
+**What was found.** Of these {len(others)} variants,
 
-- {len(cut)} give another update where microbatches have different numbers of labels (T1). {len(designed)} of them say so, or promise equal
-  microbatches only. {len(kept)} hold: {_names(kept)}.
-- {len(scaled)} count labels that their loss leaves out, so that even the update of one batch is too short (T0): {_names(scaled)}.
-- {len(empty)} move the parameters in an update without a single label, by momentum and by weight decay (T7).
-- A rank without any microbatch, beside one that has some, makes these hang: {"; ".join(hanging)}.
-- {len(unlike)} give other bits the second time. Those that seed global generators say so.
+{_broken(report)}
+- {len(designed)} give another update where microbatches have different numbers of rows or labels, and their documentation promises no more.
+  {len(kept)} give the same: {_names(kept)}.
+- {len(convention)} let the optimizer step on a gradient of zero where no label counts, as torch's own optimizers do. That is a convention.
 
 **What to change.** Count the labels of the whole group, on all ranks, before the first backward pass. Let each microbatch contribute the
 sum of its losses over that count, times whatever the library divides by: the number of microbatches in Accelerate and Lightning, the
-number of ranks in DistributedDataParallel and fully_shard. Where the count is 0, leave the step out on all ranks. The columns named "sums"
+number of ranks in DistributedDataParallel and fully_shard. Where the count is 0, leave the step out on all ranks. The rows named "sums"
 and "guarded" are these few lines. They hold, but for a rank without any microbatch: give it one in which no label counts.
 
 ![trainers as rows, laws as columns](results/conformance.png)
 
 - **holds**, and in how many cases. In each of them the two runs differ in what the law is about.
-- **wrong**: other numbers than those that the law asks for, without an error. The smallest case found is below.
-- *wrong, by design*: the documentation promises no more. The sentence is quoted below.
-- **refuses**: an error, where a law asks for a number. That is safe. **hangs**: a rank waits for another without end.
+- **wrong**: other numbers than those that the law asks for, without an error, where the documentation promises the right ones.
+- *by design*: other numbers, or a hang, where the documentation promises no more. The project's section quotes the sentence.
+- *convention*: an update without labels moves parameters by momentum or weight decay, because the optimizer steps on a gradient of zero.
+- *refuses*: an error, where a law asks for a number. That is safe.
 - **·**: not asked, because the trainer has no such thing, or because both runs would be the same.
 """
+
+
+def _broken(report: dict[str, Any]) -> str:
+    """The projects that break a promise, the variants, and by which laws."""
+    found: dict[str, list[str]] = {}
+    for column in _documented(report):
+        broken = [
+            title(report, law)
+            for law in cells(report)
+            if finding(column, law) in BROKEN
+        ]
+        if broken:
+            said = f"{column['name']} ({', '.join(broken)})"
+            found.setdefault(column["project"], []).append(said)
+    count = sum(map(len, found.values()))
+    lines = [
+        f"    - [{project}](#{anchor(project)}): {'; '.join(variants)}"
+        for project, variants in found.items()
+    ]
+    start = f"- {count}, of {len(found)} projects, break a promise: they give wrong numbers without an error."
+    return "\n".join([start, *lines])
+
+
+def anchor(heading: str) -> str:
+    """How GitHub and MkDocs call a heading."""
+    return heading.lower().replace(" ", "-")
 
 
 def _table(report: dict[str, Any]) -> str:
     laws = cells(report)
     lines = [
         "## The table\n",
-        f"| trainer | {' | '.join(laws)} |",
+        f"| trainer | {' | '.join(title(report, law) for law in laws)} |",
         f"| --- |{' --- |' * len(laws)}",
     ]
     for column in report["columns"]:
-        name = column["name"] if column["documented"] else f"*{column['name']}*"
+        name = f"[{column['name']}](#{anchor(column['project'])})"
+        name = name if column["documented"] else f"*{name}*"
         lines.append(f"| {name} | {' | '.join(_cell(column, law) for law in laws)} |")
     lines.append(
         "\n*In italics*: not the documented usage, but a way to make more laws hold. After a colon: the kinds of cases, or what of "
         "purity, for which alone the law does not hold."
     )
     return "\n".join(lines)
-
-
-def _coverage(report: dict[str, Any]) -> str:
-    """Which kinds of cases each law was asked with, of all columns."""
-    lines = []
-    for law, about in report["laws"].items():
-        found: dict[str, set[str]] = {}
-        cases = 0
-        for column in report["columns"]:
-            verdict = column["verdicts"][law]
-            cases += verdict.get("cases", 0)
-            for what, numbers in verdict.get("coverage", {}).items():
-                found.setdefault(what, set()).update(numbers)
-        spans = [
-            f"{what} {' to '.join(dict.fromkeys([min(them, key=_size), max(them, key=_size)]))}"
-            if what != "weights"
-            else f"weights {', '.join(sorted(them))}"
-            for what, them in found.items()
-        ]
-        lines.append(f"| {law} {about['title']} | {cases} | {'; '.join(spans)} |")
-    return "\n".join(
-        [
-            "## The cases\n",
-            "| law | cases, of all trainers | with |",
-            "| --- | --- | --- |",
-            *lines,
-        ]
-    )
-
-
-def _size(number: str) -> float:
-    return float(number) if number.replace(".", "").isdigit() else 0.0
 
 
 def _cell(column: Mapping[str, Any], law: str) -> str:
@@ -186,6 +137,52 @@ def _cell(column: Mapping[str, Any], law: str) -> str:
     )
 
 
+def _laws(report: dict[str, Any]) -> str:
+    lines = ["The columns are these laws:\n", "| column | law | claim |"]
+    lines.append("| --- | --- | --- |")
+    for law in cells(report):
+        name = title(report, law)
+        claim = (
+            "As ranks, where ranks hold different numbers of microbatches, or none."
+            if law == UNEVEN
+            else report["laws"][law]["statement"]
+        )
+        lines.append(f"| {name} | {law.split()[0]} | {claim} |")
+    return "\n".join(lines)
+
+
+def _coverage(report: dict[str, Any]) -> str:
+    """Which kinds of cases each law was asked with, of all columns."""
+    lines = []
+    for law in report["laws"]:
+        found: dict[str, set[str]] = {}
+        cases = 0
+        for column in report["columns"]:
+            verdict = column["verdicts"][law]
+            cases += verdict.get("cases", 0)
+            for what, numbers in verdict.get("coverage", {}).items():
+                found.setdefault(what, set()).update(numbers)
+        spans = [
+            f"{what} {' to '.join(dict.fromkeys([min(them, key=_size), max(them, key=_size)]))}"
+            if what != "weights"
+            else f"weights {', '.join(sorted(them))}"
+            for what, them in found.items()
+        ]
+        lines.append(f"| {title(report, law)} | {cases} | {'; '.join(spans)} |")
+    return "\n".join(
+        [
+            "## The cases\n",
+            "| law | cases, of all trainers | with |",
+            "| --- | --- | --- |",
+            *lines,
+        ]
+    )
+
+
+def _size(number: str) -> float:
+    return float(number) if number.replace(".", "").isdigit() else 0.0
+
+
 def _number(value: float | str | None) -> str:
     if value is None:
         return ""
@@ -194,13 +191,13 @@ def _number(value: float | str | None) -> str:
 
 def _how_far(report: dict[str, Any]) -> str:
     """The hand case of each trainer."""
-    uneven = ("3 + 1", "1 + 0")
+    rights = [right for _, right, _ in CASES.values()] + [0.5]
     lines = [
-        f"| trainer | {' | '.join(CASES)} | {' | '.join(uneven)} |",
-        f"| --- |{' --- |' * (len(CASES) + len(uneven))}",
+        f"| trainer | {' | '.join([*CASES, FIRST])} |",
+        f"| --- |{' --- |' * len(rights)}",
         "| **the equation** | "
-        + " | ".join(f"**{_number(right)}**" for _, right, _ in CASES.values())
-        + " | **0** | **0.5** |",
+        + " | ".join(f"**{_number(right)}**" for right in rights)
+        + " |",
     ]
     rows: dict[str, list[str]] = {}
     for column in report["columns"]:
@@ -215,9 +212,8 @@ def _how_far(report: dict[str, Any]) -> str:
                     if key in found
                 )
             )
-            for name in CASES
+            for name in [*CASES, FIRST]
         ]
-        values += [_number(column["uneven"].get(name)) for name in uneven]
         rows.setdefault(" | ".join(values), []).append(column["name"])
     lines += [f"| {'; '.join(names)} | {values} |" for values, names in rows.items()]
     return f"""
@@ -231,85 +227,12 @@ The model returns its bias, b = (0, 0), for every input. A token of label 0 has 
 - **one empty**: 0 | nothing. The equation gives -½; a mean of means that counts the empty one gives -¼.
 - **all empty**: nothing. There is no step.
 - **momentum**: 0, and then nothing, with momentum ½. A step of a zero gradient moves b by ½ · ½ more.
-- **3 + 1** and **1 + 0**: one update, of so many microbatches on two ranks: 0 | 0 | 1 + 1, and 0 + nothing.
+- **first labelled**: 0, in a row whose first token has a label, too. Nothing predicts it; counted all the same, it halves the step.
 
 {chr(10).join(lines)}
 
 `cross_entropy(ignore_index=-100)` is no number where it ignores every label, but its gradient is zero. So parameters stay finite; what is
-lost is the share of that microbatch. The two numbers are of one rank, and of one rank for each microbatch.
-"""
-
-
-def _promises(report: dict[str, Any]) -> str:
-    sentences: dict[tuple[str, str], list[str]] = {}
-    for column in report["columns"]:
-        broken = {
-            law: column["promises"][law]
-            for law in column["promises"]
-            if column["verdicts"][law]["finding"] == "wrong"
-        }
-        for sentence in dict.fromkeys(broken.values()):
-            laws = ", ".join(law for law, said in broken.items() if said == sentence)
-            sentences.setdefault((laws, sentence), []).append(column["name"])
-    lines = [
-        "## What is wrong by design\n",
-        "| trainer | laws | what its documentation says |",
-        "| --- | --- | --- |",
-    ]
-    lines += [
-        f"| {'; '.join(names)} | {laws} | {sentence} |"
-        for (laws, sentence), names in sentences.items()
-    ]
-    return "\n".join(lines)
-
-
-def _of_heads(report: dict[str, Any]) -> str:
-    heads = report["heads"]
-    right = [name for name, ratio in heads.items() if abs(ratio - 1) < 0.01]
-    doubled = [name for name, ratio in heads.items() if abs(ratio - 2) < 0.01]
-    tune = report["torchtune"]
-    e = report["evaluation"]
-    first, second = e["of the first"], e["of the second"]
-    return f"""
-## T0 and T1: transformers' heads, torchtune's recipe, mlx-lm, evaluation
-
-**transformers' heads.** `Trainer` asks a model whether its `forward` takes `**kwargs`. If so, it passes `num_items_in_batch`, and
-does not divide the loss by `gradient_accumulation_steps`. Some models, as those that classify rows or tokens, take `**kwargs` and return a
-mean without that number. Then the gradient is ∇m₁ + ∇m₂, where the equation has (∇m₁ + ∇m₂) / 2. The factor compares two updates
-of plain SGD: of two microbatches of two rows, and of one batch of the same four rows:
-
-| model | factor |
-| --- | --- |
-{chr(10).join(f"| {name} | {ratio:.4f} |" for name, ratio in heads.items())}
-
-{len(doubled)} of these {len(heads)} are doubled; {" and ".join(right)} are right. It is known upstream: huggingface/transformers#47688. What
-to set: `compute_loss_func=`, which divides a sum by `num_items_in_batch`, makes the law hold; `model.accepts_loss_kwargs = False` brings
-back the mean of means, which is right for equal microbatches.
-
-**GPT-2 in `Trainer`.** `Trainer` counts the labels behind each row's first where it knows that the loss shifts them
-(huggingface/transformers#46204). It goes by `model.loss_type`, which transformers takes from the name of the class: `LlamaForCausalLM` has one,
-`GPT2LMHeadModel` has none. So N is too large by one for each row whose first token has a label, as in text, and T0 is wrong. What to set:
-`model.loss_type = "ForCausalLM"`, with which T0 holds, or -100 at the first place of each row.
-
-**torchtune's recipe** counts labels before it shifts them. A row of 2 tokens has 1 prediction but counts 2 labels; a row of 4 has 3
-and counts 4. With the row sums s₁ and s₂ of losses, in a microbatch each:
-
-    the equation   (s₁ + s₂) / (1 + 3)                                  = 0.25 s₁ + 0.25 s₂
-    the recipe     (s₁ / 1 · 2 + s₂ / 3 · 4) / (2 + 4)                  = 0.3333 s₁ + 0.2222 s₂
-
-In its own run it reports {tune["reported"]:.6f}; by hand that is {tune["by hand"]:.6f}, and the equation gives {tune["equation"]:.6f}. Where the
-first label of each row is ignored (a masked prompt), both counts are the same, and the law holds.
-
-**mlx-lm** counts one place behind each row's end, where its collator has put a 0: `steps <= lengths[:, 1:]`. So T0 is wrong as well. It is
-known upstream: ml-explore/mlx-lm#1697.
-
-**Evaluation.** `Trainer.evaluate` repeats each batch's mean loss as often as a full batch has rows, and takes the mean. A batch with one row of
-1 token, of loss {first:.6f}, and one with one row of 3 tokens, of mean loss {second:.6f}:
-
-    the equation        (1 · {first:.6f} + 3 · {second:.6f}) / 4 = {(first + 3 * second) / 4:.6f}      one batch of both: {e["of both as one batch"]:.6f}
-    the mean of means   ({first:.6f} + {second:.6f}) / 2 = {(first + second) / 2:.6f}              two batches: {e["of both"]:.6f}
-
-What to change: sum the losses and count the tokens in `compute_metrics` or in a loop of your own, and divide once.
+lost is the share of that microbatch. Two numbers are of one rank, and of one rank for each microbatch.
 """
 
 
@@ -324,97 +247,14 @@ def _of_ranks(report: dict[str, Any]) -> str:
         if column["uneven"]
     ]
     return f"""
-## T2: ranks, and ranks with different numbers of microbatches
+## Ranks with different numbers of microbatches
 
-T2 is asked with as many microbatches on each rank, where a trainer needs that. Beside it stands what happens otherwise, once each, with
-20 seconds for an answer. A rank without any microbatch leaves its loop before the backward pass, as a loop over no data does.
+*Ranks* is asked with as many microbatches on each rank, where a trainer needs that. *Uneven ranks* is what happens otherwise, once each, with
+20 seconds for an answer: three microbatches, 0 | 0 | 1, and one, 1; or one, 0, and none. A rank without any microbatch leaves its loop
+before the backward pass, as a loop over no data does. Programs of which each rank has to run as many passes hang, and say so.
 
 {chr(10).join(lines)}
-
-DistributedDataParallel exchanges gradients in the last backward pass of each rank, so that numbers may differ but not be 0; fully_shard gathers
-parameters in each forward pass, and waits for a rank that has fewer. What to change: give each rank as many microbatches, those without data
-with labels that are all -100; or use `Join` with DistributedDataParallel.
 """
-
-
-def _of_padding(report: dict[str, Any]) -> str:
-    return """
-## T4: padding
-
-A microbatch without labels adds nothing to a sum of means, but counts in the number of microbatches or rows that it is divided by. So the step is
-too short: see "one empty" above. The recipe of torchtune multiplies the mean by the number of labels, so its gradient is right. The loss that it
-reports is 0 · nan, which is nan. `Trainer` replaces a loss that is no number by the sum so far (`logging_nan_inf_filter`). There the reported loss
-is too large, and the parameters are right. mlx-lm divides by the number of labels, even where that is 0: from then on, its parameters are no numbers.
-"""
-
-
-def _of_identity(report: dict[str, Any]) -> str:
-    moved = [c["name"] for c in report["columns"] if c["moved_by_momentum"]]
-    kept = [c["name"] for c in report["columns"] if c["moved_by_momentum"] == 0]
-    return f"""
-## T7: an update without labels
-
-The gradient is zero there, and plain SGD does nothing. But the optimizer steps, so momentum goes on, weight decay shrinks, and AdamW's
-moments and its count of steps move. By hand, with momentum ½, an update without labels after one with labels moves the parameters
-by half of what that one did. torchtune's recipe multiplies a gradient of zero by 1 / 0, and mlx-lm divides 0 by 0: both are no
-numbers from then on.
-
-- These step: {"; ".join(moved)}.
-- These leave all as it was: {"; ".join(kept)}.
-
-What to change: leave out the step where the count is 0, on all ranks.
-"""
-
-
-def _of_purity(report: dict[str, Any]) -> str:
-    return """
-## T6: purity
-
-transformers' `Trainer` and TRL's, which is one, seed the global generators of Python, NumPy and torch before training; Composer seeds them with a
-random number. They say so. A program that draws from these generators later draws different numbers. Updates stay as they are.
-
-A `DataLoader` without a generator draws its base seed from torch's global one each time that it is iterated over. So all loaders
-of this page have a generator.
-"""
-
-
-def _of_resuming(report: dict[str, Any]) -> str:
-    found = report["torchopt"]
-    return f"""
-## T16: resuming
-
-`torchopt.sgd` with momentum μ keeps a flag for the first call beside the state that it returns (`first_call` in torchopt/transform/trace.py).
-On that call the buffer is m + g instead of μ m + g. From a fresh state, m = 0, and there is no difference. A state that is
-put back into a new optimizer meets the flag again: with μ = 0.5 and the gradients 2 and 1,
-
-    going on                                        m = 2, then 0.5 · 2 + 1 = 2     its own run: {found["going on"]:g}
-    put back between the two, into new functions    m = 2, then 2 + 1 = 3           its own run: {found["put back"]:g}
-    put back by load_state_dict of torchopt.SGD     m = 2, then 2 + 1 = 3           its own run: {found["object put back"]:g}
-
-The object's `state_dict` has no flag either. What to change: keep the optimizer as long as its state; or let a new one make one call on a
-state that is thrown away, before it gets the saved one. `optax.MultiSteps` is saved in the middle of each accumulation, as bytes, and holds.
-"""
-
-
-def _of_settings(report: dict[str, Any]) -> str:
-    return """
-## T17: settings
-
-`optax.microbatching.microbatch` cuts a batch itself, so that what T1 asks of the others is asked here: with `microbatch_size=1` and without. T1 and
-T14 are not asked of it, since it would be given the same batch twice. A MEAN of means over rows is right where all rows have equally
-many tokens. What to set: SUM, of gradients of sums, and one division by the count.
-"""
-
-
-NOTES = {
-    "T1": _of_heads,
-    "T2": _of_ranks,
-    "T4": _of_padding,
-    "T6": _of_purity,
-    "T7": _of_identity,
-    "T16": _of_resuming,
-    "T17": _of_settings,
-}
 
 
 def _smallest(report: dict[str, Any]) -> str:
@@ -425,24 +265,25 @@ def _smallest(report: dict[str, Any]) -> str:
             if verdict["finding"] in ("wrong", "refuses"):
                 by_hand, why = verdict.get("by_hand", False), verdict["why"]
                 kind = re.sub(r"[\d.e-]+", "", why) if by_hand else _kind(why)
-                kind += verdict["finding"]
+                kind += finding(column, law)
                 words = "by hand" if by_hand else verdict["words"].split("; ")[0]
                 gives = "" if law in ("T6", "T7") else column["gives"]
+                said = SIGNS[finding(column, law)]
                 row = rows.setdefault(
-                    (law, gives, kind), (_short(words), _short(why), [])
+                    (law, said, gives, kind), (_short(words), _short(why), [])
                 )
                 row[2].append(column["name"])
     lines = [
         "## The smallest cases found\n",
-        "One row for all that are wrong in the same way, with the numbers of the first. results/conformance.json has each in full, and "
+        "One row for all that differ in the same way, with the numbers of the first. results/conformance.json has each in full, and "
         "as a program.\n",
-        "| law | case | found | trainers |",
-        "| --- | --- | --- | --- |",
+        "| law | called | case | found | trainers |",
+        "| --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {law} | {words} | {why} | {'; '.join(names)} |"
-        for (law, *_), (words, why, names) in sorted(
-            rows.items(), key=lambda each: _place(report, each[0][0])
+        f"| {title(report, law)} | {said} | {words} | {why} | {'; '.join(names)} |"
+        for (law, said, *_), (words, why, names) in sorted(
+            rows.items(), key=lambda each: [*report["laws"]].index(each[0][0])
         )
     ]
     return "\n".join(lines)
@@ -455,10 +296,6 @@ def _kind(why: str) -> str:
     return (
         f"{what if what in known else 'parameters'} {'nan' in why} {'generator' in why}"
     )
-
-
-def _place(report: Mapping[str, Any], law: str) -> int:
-    return [*report["laws"]].index(law)
 
 
 def _short(words: str) -> str:
@@ -500,24 +337,15 @@ def _checked(report: dict[str, Any]) -> str:
     return f"""
 ## Computed again, without the kit
 
-`python -m benchmarks.trainers.again` computes each cell that says wrong from its smallest case, by sums of plain losses times one
+`python -m benchmarks.trainers.again` computes each cell that does not hold from its smallest case, by sums of plain losses times one
 coefficient for each microbatch. It asks three things: does the equation give the same for both ways to write the update, are the trainer's
 numbers those of its formula, and do they differ? {confirmed} of {len(found)} cells are confirmed. It computes the table "How far the cut holds", too.
 """
 
 
-def _laws(report: dict[str, Any]) -> str:
-    lines = ["## The laws\n", "| law | claim |", "| --- | --- |"]
-    lines += [
-        f"| {law} {about['title']} | {about['statement']} |"
-        for law, about in report["laws"].items()
-    ]
-    return "\n".join(lines)
-
-
 def _versions(report: dict[str, Any]) -> str:
     versions = "\n".join(
-        f"    {name} {version}" for name, version in report["versions"].items()
+        f"    {name} {version}" for name, version in sorted(report["versions"].items())
     )
     return f"""
 ## Versions, and how to repeat it
@@ -526,26 +354,14 @@ On a CPU, with Python {report["python"]} and
 
 {versions}
 
-The command is
+and, where a project's section says so, with other versions beside them. The command is
 
     make conformance
 
 Each trainer runs in a separate process, and may take {report["limit"]:.0f} seconds; all of them took {report["seconds"] / 60:.0f} minutes of one core. The
-cases are drawn from a fixed seed, so they are the same each time. fastai and Composer are installed beside the others, in folders below
-`build`: fastai asks for torchvision, whose wheel for torch's CPU build is not on PyPI, and Composer 0.32 for torch 2.6. Neither needs them here;
+cases are drawn from a fixed seed, so they are the same each time. `python -m benchmarks.trainers --only NAME` runs one column, and keeps the
+others as they are. Projects that ask for other versions are installed beside the others, in folders below `build`: fastai asks for
+torchvision, whose wheel for torch's CPU build is not on PyPI, and Composer 0.32 for torch 2.6. Neither needs them here;
 for torchvision and mcli, which Composer imports, there are empty modules. torchtune 0.6.1 cannot be imported beside the torchao of today
 (0.18), so that its recipe's lines are run as they stand. Lightning, Ignite, fastai, Composer, Keras, TRL and mlx-lm run on one process here.
 """
-
-
-def _usages(report: dict[str, Any]) -> str:
-    lines = ["## What was followed\n"]
-    for column in report["columns"]:
-        packages = ", ".join(
-            f"{name} {report['versions'][name]}" for name in column["packages"]
-        )
-        source = f" {column['source']}" if column["source"] else ""
-        lines.append(f"### {column['name']}\n\n{packages}.{source}\n")
-        lines += [f"    {line}".rstrip() for line in column["follows"].split("\n")]
-        lines.append("")
-    return "\n".join(lines)

@@ -85,6 +85,12 @@ VARIABLE = (
     "“This is not the same as the average of the per-batch loss values. In other words, some adjustments must be made on losses that "
     "operate on a token-level basis.” (the guide's section on samples of variable size)"
 )
+EVEN = (
+    "“even_batches (`bool`, defaults to `True`): If set to `True`, in cases where the total batch size across all processes does not exactly "
+    "divide the dataset, samples at the start of the dataset will be duplicated so the batch can be divided equally among all workers.” "
+    "([DataLoaderConfiguration](https://huggingface.co/docs/accelerate/package_reference/utilities#accelerate.DataLoaderConfiguration))"
+)
+"""So the loaders that it prepares bring no different numbers."""
 COLUMNS = [
     Column(
         "Accelerate, accumulate",
@@ -103,7 +109,7 @@ for batch in training_dataloader:
         scheduler.step()
         optimizer.zero_grad()""",
         gives="mean of means",
-        promises=dict.fromkeys(("T1", "T4", "T14"), VARIABLE),
+        promises={**dict.fromkeys(("T1", "T4", "T14"), VARIABLE), "T2 uneven": EVEN},
     ),
     Column(
         "Accelerate, variable size",
@@ -124,6 +130,7 @@ optimizer.step()
 scheduler.step()
 optimizer.zero_grad()""",
         gives="sums",
+        promises={"T2 uneven": EVEN},
     ),
     Column(
         "Accelerate, variable size, guarded",
@@ -132,5 +139,6 @@ optimizer.zero_grad()""",
         "",
         "The same, and no step where num_items_in_batch is 0.",
         documented=False,
+        promises={"T2 uneven": EVEN},
     ),
 ]

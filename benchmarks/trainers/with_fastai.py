@@ -67,6 +67,10 @@ COLUMNS = [
         "“Accumulate gradients before updating weights”; before_step: “Skip weight update if we have not seen enough items”. n_acc is the "
         "number of items, which are rows.",
         gives="rows",
+        promises=dict.fromkeys(
+            ("T1", "T4", "T14"),
+            "“Skip weight update if we have not seen enough items” (items are rows; of labels nothing is said)",
+        ),
         folder="fastai",
     ),
 ]

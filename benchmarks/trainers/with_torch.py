@@ -159,6 +159,12 @@ AVERAGED = (
     "“When a model is trained on `M` nodes with `batch=N`, the gradient will be `M` times smaller when compared to the same model "
     "trained on a single node with `batch=M*N` if the loss is summed (NOT averaged as usual) across instances in a batch”"
 )
+JOIN = (
+    "“This implicitly schedules all-reduces in each backward pass to synchronize gradients across ranks. Such collective communications "
+    "require participation from all ranks in the process group, so if a rank has fewer inputs, then the other ranks will hang or error "
+    "(depending on the backend). More generally, this problem persists for any class that performs per-iteration synchronous collective "
+    "communications.” ([the tutorial on Join](https://docs.pytorch.org/tutorials/advanced/generic_join.html))"
+)
 COLUMNS = [
     Column(
         "PyTorch loop",
@@ -195,7 +201,10 @@ with ddp.no_sync():
         ddp(input).backward()  # no synchronization, accumulate grads
 ddp(another_input).backward()  # synchronize grads""",
         gives="mean of means",
-        promises={**dict.fromkeys(("T1", "T4", "T14"), EFFECTIVE), "T2": AVERAGED},
+        promises={
+            **dict.fromkeys(("T1", "T4", "T14"), EFFECTIVE),
+            "T2 uneven": f"{AVERAGED}; {JOIN}",
+        },
     ),
     Column(
         "DDP, sums",
@@ -206,6 +215,7 @@ ddp(another_input).backward()  # synchronize grads""",
         "between different nodes are averaged). You should take this into consideration”: sums, times the number of ranks, over the "
         "count of all ranks, which takes one small all_reduce before the first backward pass.",
         documented=False,
+        promises={"T2 uneven": JOIN},
     ),
     Column(
         "FSDP2",
@@ -215,7 +225,7 @@ ddp(another_input).backward()  # synchronize grads""",
         "“Sets if the module should sync gradients. This can be used to implement gradient accumulation *without communication*. "
         "[...] This is the equivalence of `no_sync` in FSDP1.”",
         gives="mean of means",
-        promises=dict.fromkeys(("T1", "T4", "T14"), EFFECTIVE),
+        promises={**dict.fromkeys(("T1", "T4", "T14"), EFFECTIVE), "T2 uneven": JOIN},
     ),
     Column(
         "FSDP2, sums",
@@ -224,5 +234,6 @@ ddp(another_input).backward()  # synchronize grads""",
         "",
         "As for DDP: sums, times the number of ranks, over the count of all ranks.",
         documented=False,
+        promises={"T2 uneven": JOIN},
     ),
 ]

@@ -292,6 +292,11 @@ ARGUMENTS = (
     "“gradient_accumulation_steps: Number of update steps to accumulate gradients before performing a backward/update pass. "
     "Simulates larger batch sizes without additional memory.”"
 )
+SIZED = dict.fromkeys(
+    ("T1", "T4", "T14"),
+    "“Effective batch size = `per_device_train_batch_size × num_devices × gradient_accumulation_steps`.” (the docstring of TrainingArguments)",
+)
+"""Of a loss that a module returns, Trainer knows no more than the number of microbatches."""
 COLUMNS = [
     Column(
         "Trainer, GPT-2",
@@ -322,6 +327,7 @@ COLUMNS = [
         "num_tokens_in_batch for precise loss calculation.” It is, unless told otherwise. Trainer deals out the items itself.",
         gives="sums",
         promises=SEEDS,
+        takes_uneven=False,
     ),
     Column(
         "Trainer, Llama, padding-free",
@@ -360,7 +366,7 @@ COLUMNS = [
         "`model.accepts_loss_kwargs = False`, which Trainer asks for, and which other classes of transformers set.",
         documented=False,
         gives="mean of means",
-        promises=SEEDS,
+        promises={**SIZED, **SEEDS},
     ),
     Column(
         "Trainer, GPT-2 classes, compute_loss_func",
@@ -406,7 +412,7 @@ COLUMNS = [
         "“You can still use your own models defined as `torch.nn.Module` as long as they work the same way as the 🤗 Transformers "
         "models.” Its forward takes labels and returns the mean of its losses, and has no **kwargs.",
         gives="mean of means",
-        promises=SEEDS,
+        promises={**SIZED, **SEEDS},
     ),
     Column(
         "Trainer, own module, compute_loss_func",

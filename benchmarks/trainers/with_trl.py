@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from benchmarks.trainers.column import Column
 from benchmarks.trainers.with_transformers import (
     SEEDS,
+    SIZED,
     HuggingFace,
     at_first,
     llama,
@@ -224,6 +225,10 @@ class Trl(HuggingFace):
 
 
 PACKAGES = ("trl", "transformers", "torch")
+PAIRS = (
+    "“The loss used in DPO is defined as follows:” minus the expectation over pairs of log σ "
+    "([its guide](https://huggingface.co/docs/trl/dpo_trainer#computing-the-loss)); and"
+)
 GRPO = "the docstring of trl.GRPOConfig"
 COLUMNS = [
     Column(
@@ -272,7 +277,10 @@ COLUMNS = [
         "Its compute_loss: “loss += per_sequence_loss.mean() * loss_weight”, the mean over the pairs of a microbatch, which `Trainer` divides "
         "by gradient_accumulation_steps.",
         gives="mean of means that are there",
-        promises=SEEDS,
+        promises={
+            **{law: f"{PAIRS} {sized}" for law, sized in SIZED.items()},
+            **SEEDS,
+        },
         vacuous=dict.fromkeys(("T4", "T7"), "a pair counts, or is not there"),
     ),
 ]

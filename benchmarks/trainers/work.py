@@ -59,6 +59,18 @@ def judged(name: str, cases: int, shrink: int) -> dict[str, Any]:
     return about
 
 
+def by_hand_again(name: str) -> dict[str, Any]:
+    """Of a column, the cases by hand alone."""
+    prepare()
+    (column,) = [column for column in COLUMNS if column.name == name]
+    gc.collect()
+    gc.freeze()
+    return {
+        "biases": by_hand.biases(column),
+        "uneven": by_hand.uneven(column),
+    }
+
+
 def _add_what_is_by_hand(
     found: dict[str, dict[str, Any]], by_momentum: float | None, biases: dict[str, Any]
 ) -> None:
