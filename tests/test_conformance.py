@@ -18,6 +18,7 @@ from benchmarks.trainers import (
     with_torch,
 )
 from benchmarks.trainers.column import Column
+from benchmarks.trainers.upstream import __main__ as upstream
 
 REPORT = json.loads(Path("benchmarks/results/conformance.json").read_text())
 PUBLISHED = {column["name"]: column for column in REPORT["columns"]}
@@ -105,7 +106,7 @@ def test_a_project_called_wrong_has_numbers_by_hand(name: str) -> None:
     if any(findings.finding(column, law) in findings.BROKEN for law in LAWS):
         assert column["biases"]
         paragraph = sections.PARAGRAPHS[column["project"]](REPORT)
-        assert "What to " in paragraph
+        assert re.search(r"What to\s", paragraph)
         assert re.search(r"ends at -?\d|its own run", paragraph)
 
 
@@ -136,3 +137,17 @@ def test_tables_elsewhere_say_the_same(page: str) -> None:
         for name in names.split("; "):
             expected = [findings.finding(PUBLISHED[name], law) for law in laws]
             assert called == expected, name
+
+
+@pytest.mark.parametrize("page", upstream.FOLDERS)
+def test_a_page_for_maintainers_has_a_program_and_what_it_prints(page: str) -> None:
+    program, printed = upstream.blocks(page)
+    compile(program, page, "exec")
+    text = (upstream.HERE / f"{page}.md").read_text()
+    assert printed.strip()
+    for heading in ("What happens", "Why", "A fix"):
+        assert f"## {heading}\n" in text
+
+
+def test_every_page_for_maintainers_is_run() -> None:
+    assert {path.stem for path in upstream.HERE.glob("*.md")} == {*upstream.FOLDERS}

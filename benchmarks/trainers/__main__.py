@@ -159,6 +159,7 @@ def main() -> None:
             for which in EXAMPLES
         },
     }
+    again.find_folders()
     about["again"] = again.checked(columns)
     path = timing.write(options.out / "results", "conformance", about)
     picture.draw(about, path)

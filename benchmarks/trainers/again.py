@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,6 +90,20 @@ def classes_of_rows(model: Any, data: Data) -> tuple[Tensor, Tensor]:
     return cross_entropies(_logits(model, data)[:, None], wanted), wanted != -100
 
 
+def next_of_logits(model: Any, data: Data) -> tuple[Tensor, Tensor]:
+    """Labels of the next place, of a model that returns logits."""
+    wanted = data["labels"][:, 1:]
+    return cross_entropies(model(data["input_ids"])[:, :-1], wanted), wanted != -100
+
+
+def asft(model: Any, data: Data) -> tuple[Tensor, Tensor]:
+    """p · (-log p) + 0.1 KL(q ‖ π), with p in front as a constant, and a uniform q."""
+    logits, wanted = _logits(model, data)[:, :-1], data["labels"][:, 1:]
+    each = cross_entropies(logits, wanted)
+    kl = -logits.log_softmax(-1).mean(-1) - math.log(logits.shape[-1])
+    return each * (-each).exp().detach() + 0.1 * kl, wanted != -100
+
+
 def completions(model: Any, data: Data, pad: int = 0) -> tuple[Tensor, Tensor]:
     """Next tokens from a row's first label on; with ``pad`` one more behind its end, as mlx-lm has it, a 0."""
     ids = F.pad(data["input_ids"], (0, 1))
@@ -129,6 +144,8 @@ LOSSES: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "completions": completions,
     "policy gradient": policy,
     "preferences": preferences,
+    "next tokens of logits": next_of_logits,
+    "asft": asft,
 }
 
 
@@ -214,6 +231,13 @@ def means_or_nothing(parts: Sequence[Part]) -> Any:
     return mean_of_means(parts)
 
 
+def sums_or_nothing(parts: Sequence[Part]) -> Any:
+    """As ``sum_of_means``, but that a microbatch without labels is 0 / 0."""
+    if not all(p.counts for p in parts):
+        return sum(p.loss for p in parts) * math.nan
+    return sum_of_means(parts)
+
+
 FORMULAS: Mapping[str, Callable[[Sequence[Part]], Any]] = {
     "equation": equation,
     "mean of means": mean_of_means,
@@ -228,6 +252,8 @@ FORMULAS: Mapping[str, Callable[[Sequence[Part]], Any]] = {
     "labels": by_labels,
     "row means": means_of_rows,
     "mlx": means_or_nothing,
+    "asft": sums_or_nothing,
+    "rank means": equation,
     "evaluation": equation,
     "first call": equation,
 }
@@ -376,9 +402,8 @@ def cell(
         if run is None:
             continue
         right, right_loss = after(case, run, model, "equation")
-        filtered = column["packages"][0] == "transformers" and gives.endswith(
-            "of means"
-        )
+        trainer = column["packages"][0] in ("transformers", "axolotl")
+        filtered = trainer and gives.endswith("of means")
         formula, loss = after(case, run, model, gives, filtered=filtered)
         if gives == "row means" and run["setting"] != "microbatch_size=1":
             formula, loss = after(
@@ -516,8 +541,16 @@ def checked(columns: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def find_folders() -> None:
+    """Lets the packages be found that are in folders below ``build``, behind the others."""
+    build = Path(__file__).parent.parent.parent / "build"
+    folders = dict.fromkeys(column.folder for column in COLUMNS if column.folder)
+    sys.path += [str(build / folder) for folder in folders]
+
+
 def main() -> None:
     """Says of each cell whether it is confirmed."""
+    find_folders()
     path = Path(__file__).parent.parent / "results" / "conformance.json"
     found = checked(json.loads(path.read_text())["columns"])
     cells = [

@@ -83,8 +83,9 @@ HEADS_OF_TOKENS = {
     "LlamaForCausalLM": "lm_head.weight",
     "GPT2ForTokenClassification": "classifier.weight",
     "GPT2ForSequenceClassification": "score.weight",
+    "Transformer": "lm_head.w_out.weight",
 }
-"""Of transformers' models, the parameter that is the logits, where the hidden state is 1."""
+"""Of transformers' models and OLMo-core's, the parameter that is the logits, where the hidden state is 1."""
 
 
 def said_by(trainer: Any, momentum: float = 0.0) -> Said | None:
@@ -98,16 +99,27 @@ def said_by(trainer: Any, momentum: float = 0.0) -> Said | None:
     kind = type(task.model).__name__
     if kind not in HEADS_OF_TOKENS or task.name in ("policy gradient", "preferences"):
         return None
+    # ASFT weighs each token by its probability, which is ½.
+    rate = 2 * RATE if task.name == "asft" else RATE
     return Said(
-        Problem(task, constant(kind), RATE, momentum),
+        Problem(task, constant(kind), rate, momentum),
         HEADS_OF_TOKENS[kind],
-        task.name == "next tokens",
+        task.name in ("next tokens", "next tokens of logits", "asft"),
         task.name == "classes of rows",
     )
 
 
 def constant(kind: str) -> Any:
-    """One of transformers' models with the hidden state 1 everywhere, for two labels, whose logits are 0."""
+    """One of these models with the hidden state 1 everywhere, for two labels, whose logits are 0."""
+    if kind == "Transformer":
+        from benchmarks.trainers import with_olmo
+
+        olmo = with_olmo.small(2, 2, 1)
+        with torch.no_grad():
+            for name, p in olmo.named_parameters():
+                # So far from 0 that the norm's ε is nothing; and no block adds to it.
+                p.fill_(1024 if "embeddings" in name else "norm" in name)
+        return olmo
     import transformers
 
     ids: dict[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}

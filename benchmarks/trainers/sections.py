@@ -145,6 +145,43 @@ seeds the global generators, as `Trainer` does.
 """
 
 
+def _llamafactory(report: Report) -> str:
+    equal = _bias(report, "LLaMA-Factory, ASFT", "equal")
+    tokens = _bias(report, "LLaMA-Factory, ASFT", "unequal tokens")
+    empty = _bias(report, "LLaMA-Factory, ASFT", "one empty")
+    return f"""
+With `use_asft_loss`, its trainer has a `compute_loss` that takes no `num_items_in_batch`, and returns the mean over the labels of a microbatch. `Trainer`
+still takes it that the model has divided by the count of the group, and does not divide by `gradient_accumulation_steps`. So the update is as many times
+too large. ASFT weighs a token by its probability, which is ½ here; a rate of 2 makes up for that. For 0 0 | 0 1 the gradient is -½ + 0, and the step
+ends at {equal}, where the equation has ¼. For 0 | 1 1 1 it ends at {tokens}, by -½ + ½ = 0. A microbatch without labels divides 0 by 0 in its KL term: for 0 | nothing
+the step ends at {empty}. What to change: [the page for its maintainers](trainers/upstream/LLAMA_FACTORY.md) has the lines. `use_dft_loss` and
+`use_eaft_loss` take the count, and divide by it.
+"""
+
+
+def _axolotl(report: Report) -> str:
+    return f"""
+`AxolotlTrainer` turns `model_accepts_loss_kwargs` off where `forward` has no parameter `num_items_in_batch`. Llama's takes it in `**kwargs`, so that it is
+off for Llama. Then nothing counts labels over the group, and each microbatch's mean counts alike. For 0 | 1 1 1 the step ends at
+{_bias(report, "axolotl, Llama", "unequal tokens")}, by (-½ + ½) / 2 = 0, where `Trainer` alone ends at {_bias(report, "Trainer, Llama", "unequal tokens")}. It is known upstream:
+axolotl-ai-cloud/axolotl#3982. What to set: `trainer.model_accepts_loss_kwargs = True` after it is made. [The page for its
+maintainers](trainers/upstream/AXOLOTL.md) has numbers and the lines.
+"""
+
+
+def _olmo(report: Report) -> str:
+    one = _bias(report, "OLMo-core, DDP", "unequal tokens")
+    two = _bias(report, "OLMo-core, DDP", "unequal tokens, 2 ranks")
+    empty = _bias(report, "OLMo-core, DDP", "one empty, 2 ranks")
+    return f"""
+`TransformerTrainModule` sums over the microbatches of a rank, and divides by the labels of that rank, so that its own cut changes nothing.
+DDP then averages over ranks. For 0 | 1 1 1 one rank that has both ends at {one}, as the equation does. Two ranks end at {two}, by (-½ + ½) / 2 = 0. For
+0 | nothing they end at {empty}, where the equation has ½. Its `OLMoDDPTrainModule` counts on all ranks, and divides by the mean count of a rank. What to
+change: the same lines, as [the page for its maintainers](trainers/upstream/OLMO_CORE.md) has them. Here its optimizer is torch's SGD. It draws parameters
+anew when it is made, and gets those of the case afterwards.
+"""
+
+
 def _lightning(report: Report) -> str:
     means = _bias(report, "Lightning", "unequal tokens")
     sums = _bias(report, "Lightning, sums", "unequal tokens")
@@ -246,6 +283,9 @@ PARAGRAPHS: dict[str, Callable[[Report], str]] = {
     "Accelerate": _accelerate,
     "transformers": _transformers,
     "TRL": _trl,
+    "LLaMA-Factory": _llamafactory,
+    "axolotl": _axolotl,
+    "OLMo-core": _olmo,
     "Lightning": _lightning,
     "Ignite": _ignite,
     "fastai": _fastai,

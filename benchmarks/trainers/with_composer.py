@@ -4,10 +4,7 @@ Composer 0.32.1 asks for torch 2.6. Here it runs on the torch of the others; of 
 here, there are empty modules.
 """
 
-import importlib.machinery
 import logging
-import sys
-import types
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,45 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.trainers.absent import find_empty
 from benchmarks.trainers.column import Column, cross_entropy, of_labels
 from purestep.testing.adapters import loop
 from purestep.testing.problem import Batch, Problem
 
-ABSENT = ("torchvision", "mcli")
-
-
-class Empty(types.ModuleType):
-    """A module in which each name is an empty class."""
-
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-class Finder:
-    """Finds the absent packages empty."""
-
-    def find_spec(self, name: str, *_: Any) -> Any:
-        """A module of them."""
-        if name.split(".")[0] in ABSENT:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-        return None
-
-    def create_module(self, spec: Any) -> Any:
-        """An empty one."""
-        return Empty(spec.name)
-
-    def exec_module(self, module: Any) -> None:
-        """There is nothing in it."""
-
 
 def imported() -> Any:
     """Composer."""
-    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.append(Finder())
+    find_empty("torchvision", "mcli")
     import composer
 
     return composer

@@ -234,6 +234,25 @@ class Rank:
         return self._it.observe()[0]._replace(loss=None)
 
 
+def plain_arguments(problem: Problem, folder: str, steps: int) -> dict[str, Any]:
+    """Of TrainingArguments, for one step of SGD at a constant rate, without clipping."""
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": max(1, steps),
+        "max_steps": 1,
+        "learning_rate": problem.learning_rate,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+    }
+
+
 class Evaluation(HuggingFace):
     """``Trainer.evaluate``, too."""
 
