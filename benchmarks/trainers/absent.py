@@ -41,4 +41,4 @@ def find_empty(*names: str) -> None:
     """From here on, these packages are empty, unless they are installed."""
     known = [each.names for each in sys.meta_path if isinstance(each, Finder)]
     if names not in known:
-        sys.meta_path.append(Finder(names))  # type: ignore[arg-type]
+        sys.meta_path.append(Finder(names))

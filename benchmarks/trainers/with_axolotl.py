@@ -40,7 +40,7 @@ class Axolotl(HuggingFace):
             **plain_arguments(self.problem, folder, len(data))
         )
 
-        class Ready(AxolotlTrainer):
+        class Ready(AxolotlTrainer):  # type: ignore[misc]
             """Its batches are there already."""
 
             def get_train_dataloader(self) -> Any:

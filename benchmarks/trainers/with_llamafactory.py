@@ -78,7 +78,7 @@ class LlamaFactory(HuggingFace):
         data: Any = [dict(batch) for batch in microbatches]
         args = TrainingArguments(**plain_arguments(self.problem, folder, len(data)))
 
-        class Ready(CustomSeq2SeqTrainer):
+        class Ready(CustomSeq2SeqTrainer):  # type: ignore[misc]
             """Its batches are there already."""
 
             def get_train_dataloader(self) -> Any:
