@@ -71,20 +71,8 @@ def olmo_task(model: Any) -> Task:
     )
 
 
-class Recorder:
+def ignore(*args: Any, **more: Any) -> None:
     """Takes the metrics that a ``Trainer`` would."""
-
-    def record_metric(self, *args: Any, **more: Any) -> None:
-        """Looks at none."""
-
-    def record_ce_loss(self, *args: Any, **more: Any) -> None:
-        """Looks at none, either."""
-
-
-def full_tensor(p: Tensor) -> Tensor:
-    """A replica's own tensor."""
-    local: Tensor = getattr(p, "_local_tensor", p)
-    return local
 
 
 class Training:
@@ -100,7 +88,9 @@ class Training:
         parallel: Any = importlib.import_module("olmo_core.distributed.parallel")
         more: dict[str, Any] = {}
         if dist.is_initialized():
-            parallel._WORLD_MESH = None  # It can be built once for each process.
+            vars(parallel)["_WORLD_MESH"] = (
+                None  # It can be built once for each process.
+            )
             more["dp_config"] = TransformerDataParallelConfig(
                 name=parallel.DataParallelType.ddp
             )
@@ -117,8 +107,8 @@ class Training:
             )
         with torch.no_grad():
             for name, p in self.named_parameters():
-                full_tensor(p).copy_(started[name])
-        self.module._attach_trainer(Recorder())
+                p.copy_(started[name])
+        self.module.record_metric = self.module.record_ce_loss = ignore
         self.module.optim = problem.optimizer(self.module.model)
         self.cut = cut
 
