@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import purestep as ps
-from benchmarks.mistakes import kit
+from benchmarks.mistakes import kit, right_trainers
 from benchmarks.mistakes.mistake import Mistake, build_trainer
 from benchmarks.trainers import with_purestep
 from proofs.mutants import UNSEEN
@@ -112,6 +112,12 @@ def test_every_mistake_is_planted_once() -> None:
 def test_no_false_alarm(name: str) -> None:
     """Right loops of other kinds are accepted."""
     ps.testing.check(kit.RIGHT[name](), cases=5)
+
+
+@pytest.mark.parametrize("name", right_trainers.RIGHT)
+def test_no_false_alarm_in_any_style(name: str) -> None:
+    """Right trainers are accepted, whatever their code, their schedule and their optimizer."""
+    ps.testing.check(right_trainers.RIGHT[name](), cases=20)
 
 
 def test_catalogue_is_complete() -> None:

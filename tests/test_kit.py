@@ -147,6 +147,30 @@ def assert_even(case: Any) -> None:
         assert len({len(microbatches) for microbatches in group}) == 1
 
 
+@pytest.mark.parametrize("plain_sgd", [True, False])
+@pytest.mark.parametrize("name", ["T1", "T2", "T14"])
+def test_both_runs_of_a_case_count_the_same_tokens_in_every_update(
+    name: str, plain_sgd: bool
+) -> None:
+    """As a learning rate that follows the tokens consumed asks for; there are earlier updates."""
+    law = ps.testing.LAWS[name]
+    trainer = SimpleNamespace(capabilities=Capabilities(ranks=2, plain_sgd=plain_sgd))
+    written_differently = 0
+    for part, seed in itertools.product(law.parts, range(20)):
+        draw = Draw({(0,): seed}, random.Random(seed))
+        case: Any = law.draw_case(draw, trainer, part)
+        for first, second in zip(case.first.groups, case.second.groups, strict=True):
+            assert sum_weights(first) == pytest.approx(sum_weights(second))
+        earlier = str(case.first.groups[:-1]) != str(case.second.groups[:-1])
+        written_differently += earlier
+    assert written_differently > 5
+
+
+def sum_weights(group: Any) -> float:
+    """Sums the weights of all microbatches of all ranks."""
+    return sum(float(batch["w"].sum()) for share in group for batch in share)
+
+
 def test_every_number_of_microbatches_is_drawn() -> None:
     (verdict,) = ps.testing.run_laws(ReferenceTrainer(), ["T1"])
     coverage = verdict.coverage

@@ -225,6 +225,16 @@ MISTAKES = [
         base="Adam",
     ),
     Mistake(
+        "the schedule goes on once for each rank",
+        replace(
+            "self.schedule.step()",
+            "for _ in group:\n    self.schedule.step()",
+        ),
+        base="Adam",
+        law="T2",
+        required=True,
+    ),
+    Mistake(
         "the schedule goes on in an update without tokens",
         replace(
             "if count == 0:\n            return",

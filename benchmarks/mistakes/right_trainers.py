@@ -1,4 +1,4 @@
-"""Lists fourteen right trainers, each in another style: the kit has to accept them.
+"""Lists right trainers, each in another style: the kit has to accept them.
 
     python -m benchmarks.mistakes.right_trainers [SEED]
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import purestep as ps
-from benchmarks.mistakes import right_frameworks, right_styles
+from benchmarks.mistakes import right_frameworks, right_optimizers, right_styles
 
 RIGHT: dict[str, Callable[[], Any]] = {
     "nano": right_frameworks.Nano,
@@ -29,6 +29,12 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "lockstep": right_frameworks.Lockstep,
     "switch": right_styles.Switch,
     "evaluator": right_styles.Evaluator,
+    "rate_by_tokens": right_optimizers.TokenSchedule,
+    "rate_by_samples": right_optimizers.SampleSchedule,
+    "warmup": right_optimizers.Warmup,
+    "lamb": right_optimizers.Lamb,
+    "normed_gradient": right_optimizers.NormedGradient,
+    "rmsprop": right_optimizers.RmsProp,
 }
 """The function that makes each trainer."""
 

@@ -11,7 +11,8 @@ import torch
 
 from purestep.testing.case import Case, DisagreementError, Run, agree, outcome
 from purestep.testing.draws import Draw
-from purestep.testing.pairs import draw_batch, draw_interrupted, draw_pair, draw_updates
+from purestep.testing.history import draw_batch, draw_updates
+from purestep.testing.pairs import draw_interrupted, draw_pair
 from purestep.testing.problem import Batch
 from purestep.testing.trainer import Capabilities, Resumable, Switchable
 from purestep.testing.writing import KINDS, draw_problem

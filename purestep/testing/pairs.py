@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from purestep.testing.case import Act, Case, Run
 from purestep.testing.draws import Draw
+from purestep.testing.history import History, draw_joined_updates, draw_updates
 from purestep.testing.problem import Batch, Task
 from purestep.testing.trainer import Capabilities, Group, Resumable
 from purestep.testing.writing import (
@@ -25,42 +26,6 @@ Change: TypeAlias = Literal[
 
 Cut: TypeAlias = Sequence[Sequence[int]]
 """The rows of each microbatch."""
-
-
-def draw_batch(draw: Draw, capabilities: Capabilities, **limits: Any) -> Batch:
-    """Draws the batch of a single microbatch; ``limits`` are keywords of ``microbatches``."""
-    parts = [draw]
-    batch, _ = microbatches(draw, capabilities, parts, **limits)
-    return batch
-
-
-def draw_updates(
-    draw: Draw,
-    capabilities: Capabilities,
-    numbers: range,
-    size: int = 1,
-    *,
-    keyed: bool = False,
-) -> list[Group]:
-    """Draws small updates on ``size`` ranks, as many as the draw chooses from ``numbers``.
-
-    For a task with a model, their number is the first of ``numbers``. In each update all ranks have
-    one microbatch, or all have two. With ``keyed``, batches have a "key" for each row.
-    """
-    if capabilities.task.model is not None:  # No polynomial: as few as possible.
-        numbers = numbers[:1]
-    limits = {"most_rows": 2, "most_length": 3, "keyed": keyed}
-    updates: list[Group] = []
-    for update_draw in draw.many(numbers):
-        count = update_draw.one([1, 2])
-        group = []
-        for _ in range(size):
-            share = []
-            for _ in range(count):
-                share.append(draw_batch(update_draw, capabilities, **limits))
-            group.append(share)
-        updates.append(group)
-    return updates
 
 
 def draw_pair(
@@ -95,14 +60,13 @@ def draw_pair(
         second = draw_padding(
             draw, second, length, inside=inside, added=capabilities.uneven_ranks
         )
-    # Where an update that is not SGD has rounded in two ways, no later one has a bound.
-    has_history = capabilities.plain_sgd or len(first) == size
-    numbers = range(6 if has_history else 1)
-    updates = draw_updates(draw, capabilities, numbers, size, keyed=keyed)
-    first_run = _write_run(batch, capabilities.task, first, updates)
-    second_run = _write_run(batch, capabilities.task, second, updates)
-    if updates and change in ("cut", "ranks", "all"):
-        first_run = _join_updates(first_run)
+    history = _draw_history(draw, capabilities, change, size, keyed=keyed)
+    first_run = _write_run(batch, capabilities.task, first, history.first)
+    second_run = _write_run(batch, capabilities.task, second, history.second)
+    if history.first is not history.second and history.first:
+        where = "on one rank" if size > 1 else "with equal microbatches joined"
+        label = f"{first_run.label}, after the same updates {where}"
+        first_run = first_run._replace(label=label)
     if change == "look":
         second_run = _with_looks(second_run, trainer, part)
     elif change == "setting":
@@ -110,6 +74,19 @@ def draw_pair(
         first_run = _in_setting(first_run, names[0])
         second_run = _in_setting(second_run, names[1])
     return Case(problem, first_run, second_run, part=part)
+
+
+def _draw_history(
+    draw: Draw, capabilities: Capabilities, change: Change, size: int, *, keyed: bool
+) -> History:
+    """Draws up to five earlier updates, as the layouts of both runs have them."""
+    if change in ("cut", "ranks", "all"):
+        by_rows = change != "ranks"
+        return draw_joined_updates(
+            draw, capabilities, size, by_rows=by_rows, keyed=keyed
+        )
+    updates = draw_updates(draw, capabilities, range(6), size, keyed=keyed)
+    return History(updates, updates)
 
 
 def _write_run(
@@ -211,23 +188,6 @@ def _renumber_rows(layout: Layout, order: Sequence[int]) -> Layout:
             parts.append(Part(rows))
         renumbered.append(parts)
     return renumbered
-
-
-def _join_updates(run: Run) -> Run:
-    """Returns a run with the microbatches of all ranks on one rank, in all updates but the last.
-
-    The label says so. A single microbatch is given twice: twice a half of a gradient is the
-    gradient, to the bit.
-    """
-    *updates, last = run.groups
-    joined: list[Group] = []
-    for group in updates:
-        batches = [batch for share in group for batch in share]
-        if len(batches) == 1:
-            batches = batches * 2
-        joined.append([batches])
-    note = "after updates whose single microbatches are given twice"
-    return run._replace(acts=[*joined, last], label=f"{run.label}, {note}")
 
 
 def _describe_layout(layout: Layout) -> str:

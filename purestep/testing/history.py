@@ -1,0 +1,132 @@
+"""Draws the updates that come before the one a law is about."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from purestep.testing.draws import Draw
+from purestep.testing.problem import Batch
+from purestep.testing.trainer import Capabilities, Group
+from purestep.testing.writing import microbatches
+
+TOKENS = [
+    ((1, 0), 1),
+    ((0, 1), 1),
+    ((-1, 0), 1),
+    ((0, 2), -1),
+    ((2, 0), 2),
+    ((0, -1), 2),
+]
+"""x and y of single tokens. One feature at most is not zero, so that a prediction rounds once."""
+
+
+class History(NamedTuple):
+    """Holds the same earlier updates, as each of the two runs of a case makes them."""
+
+    first: list[Group]
+    second: list[Group]
+
+
+def draw_batch(draw: Draw, capabilities: Capabilities, **limits: Any) -> Batch:
+    """Draws the batch of a single microbatch; ``limits`` are keywords of ``microbatches``."""
+    parts = [draw]
+    batch, _ = microbatches(draw, capabilities, parts, **limits)
+    return batch
+
+
+def draw_updates(
+    draw: Draw,
+    capabilities: Capabilities,
+    numbers: range,
+    size: int = 1,
+    *,
+    keyed: bool = False,
+) -> list[Group]:
+    """Draws small updates on ``size`` ranks, as many as the draw chooses from ``numbers``.
+
+    For a task with a model, their number is the first of ``numbers``. In each update all ranks have
+    one microbatch, or all have two. With ``keyed``, batches have a "key" for each row.
+    """
+    if capabilities.task.model is not None:  # No polynomial: as few as possible.
+        numbers = numbers[:1]
+    limits = {"most_rows": 2, "most_length": 3, "keyed": keyed}
+    updates: list[Group] = []
+    for update_draw in draw.many(numbers):
+        count = update_draw.one([1, 2])
+        group = []
+        for _ in range(size):
+            share = []
+            for _ in range(count):
+                share.append(draw_batch(update_draw, capabilities, **limits))
+            group.append(share)
+        updates.append(group)
+    return updates
+
+
+def draw_joined_updates(
+    draw: Draw, capabilities: Capabilities, size: int, *, by_rows: bool, keyed: bool
+) -> History:
+    """Draws up to five updates on ``size`` ranks, which the first run makes on one.
+
+    Both runs count the same tokens. With ``by_rows``, the first run joins equal microbatches.
+
+    An update that is not SGD has no bound for what follows on a rounding. For it, the microbatches
+    of an update are copies of one token, as many as a power of two. So their gradients have the
+    same bits in both runs. Without such copies there are no updates.
+    """
+    if not capabilities.plain_sgd:
+        return _draw_copies(draw, capabilities, size, by_rows=by_rows, keyed=keyed)
+    first: list[Group] = []
+    second = draw_updates(draw, capabilities, range(6), size, keyed=keyed)
+    for number, group in enumerate(second):
+        batches = [batch for share in group for batch in share]
+        if len(batches) == 1:
+            # Equal microbatches have equally many tokens: a mean of means is no mistake here.
+            batches = batches * 2
+            second[number] = [batches]
+            first.append(_join_copies(batches, by_rows=by_rows))
+        else:
+            first.append([batches])
+    return History(first, second)
+
+
+def _draw_copies(
+    draw: Draw, capabilities: Capabilities, size: int, *, by_rows: bool, keyed: bool
+) -> History:
+    """Draws updates whose microbatches are copies of one token, as many on each rank."""
+    first: list[Group] = []
+    second: list[Group] = []
+    is_power_of_two = size & (size - 1) == 0
+    if capabilities.task.model is None and is_power_of_two:
+        counts = [2, 4] if size == 1 else [1, 2]
+        for update_draw in draw.many(range(6)):
+            token = _draw_token(update_draw, capabilities, keyed=keyed)
+            share = [token] * update_draw.one(counts)
+            second.append([share] * size)
+            first.append(_join_copies(share * size, by_rows=by_rows))
+    return History(first, second)
+
+
+def _draw_token(draw: Draw, capabilities: Capabilities, *, keyed: bool) -> Batch:
+    """Draws a batch of one token, whose weight is 1."""
+    x, y = draw.one(TOKENS)
+    weight_dtypes = {"mask": torch.bool, "whole": torch.int64}
+    token = {
+        "x": torch.tensor([[x]], dtype=capabilities.dtype),
+        "y": torch.tensor([[y]], dtype=capabilities.dtype),
+        "w": torch.ones(
+            1, 1, dtype=weight_dtypes.get(capabilities.weights, capabilities.dtype)
+        ),
+    }
+    if keyed:
+        token["key"] = torch.zeros(1, dtype=torch.int64)
+    return token
+
+
+def _join_copies(batches: Sequence[Batch], *, by_rows: bool) -> Group:
+    """Puts equal microbatches on one rank: as they are, or as the rows of one of them."""
+    if not by_rows:
+        return [[*batches]]
+    rows = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    return [[rows]]
