@@ -33,6 +33,7 @@ from purestep.testing import (
     accepting,
 )
 from purestep.testing.adapters import OneRank, PureTrainer
+from purestep.testing.case import Run
 from purestep.testing.draws import Draw, counterexample
 from purestep.testing.writing import KINDS, microbatches
 from support.plain_loop import PlainLoop
@@ -581,12 +582,90 @@ def test_refusals_tell_their_cause(ranks: int) -> None:
 def test_an_update_that_is_not_sgd_is_not_asked_for_the_equation() -> None:
     trainer = ps.testing.loop(right, adamw, Capabilities(plain_sgd=False))
     (equation,) = judged(trainer, "T0")
-    assert equation == "not asked: its update is not plain SGD"
+    reason = "its update is not plain SGD, or rounds more than that of float32"
+    assert equation == f"not asked: {reason}"
 
-    in_float32 = Capabilities(plain_sgd=False, dtype=torch.float32)
-    trainer = ps.testing.loop(right, adamw, in_float32)
-    with pytest.raises(ValueError, match=r"torch.float32 rounds so much"):
+
+def test_a_dtype_of_three_bits_is_refused() -> None:
+    trainer = ps.testing.loop(
+        right, capabilities=Capabilities(dtype=torch.float8_e4m3fn)
+    )
+    with pytest.raises(ValueError, match=r"torch.float8_e4m3fn rounds so much"):
         judged(trainer, "T1")
+
+
+def step_by_sign(
+    model: Any, optimizer: Any, microbatches: Batches, problem: Problem
+) -> None:
+    """Moves each parameter by the sign of its gradient, as Lion does."""
+    right(
+        model,
+        SimpleNamespace(step=int, zero_grad=model.zero_grad),
+        microbatches,
+        problem,
+    )
+    for p in model.parameters():
+        p.data -= 0.25 * p.grad.sign()
+
+
+def write_order(targets: Sequence[float]) -> Run:
+    """Writes one update on a microbatch for each target, all at x = (1, 1)."""
+    batches = []
+    for y in targets:
+        tensors = {"x": [[[1.0, 1.0]]], "y": [[y]], "w": [[1.0]]}
+        batches.append(
+            {key: torch.tensor(x, dtype=torch.float64) for key, x in tensors.items()}
+        )
+    return Run([[batches]], "in an order")
+
+
+def test_the_sign_of_a_gradient_near_zero_is_rounding() -> None:
+    """0.1 + 0.7 - 0.8 is zero in one order, and not in another."""
+    trainer = ps.testing.loop(step_by_sign, None, Capabilities(plain_sgd=False))
+    start = Linear([0.0, 0.0], 0.0, torch.float64)
+    problem = Problem(ps.testing.REGRESSION, start, 0.25)
+    claim = ps.testing.LAWS["T3"].claim
+    first = write_order([0.1, 0.7, -0.8])
+    reordered = ps.testing.Case(problem, first, write_order([0.1, -0.8, 0.7]))
+    assert claim(trainer, reordered) is False
+    # The sign of a gradient that is not near zero is no rounding.
+    first = write_order([0.1, 0.7, -0.81])
+    other = ps.testing.Case(problem, first, write_order([0.1, 0.7, -0.79]))
+    with pytest.raises(AssertionError, match="weight"):
+        claim(trainer, other)
+
+
+def scale_randomly(
+    model: Any, optimizer: Any, microbatches: Batches, problem: Problem
+) -> None:
+    """Steps by AdamW at a rate that is drawn anew each time."""
+    optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * random.random()
+    right(model, optimizer, microbatches, problem)
+
+
+def test_what_cannot_be_repeated_is_no_rounding() -> None:
+    trainer = ps.testing.loop(scale_randomly, adamw, Capabilities(plain_sgd=False))
+    (finding,) = judged(trainer, "T3", cases=5)
+    assert finding.startswith("wrong")
+
+
+@pytest.mark.parametrize("cut_kind", KINDS)
+@pytest.mark.parametrize("weights", ["mask", "any"])
+def test_numbers_for_bfloat16_are_exact(cut_kind: str, weights: Any) -> None:
+    """The gradient's sums in bfloat16 are those of float64, whatever the cut."""
+    capabilities = Capabilities(weights=weights, dtype=torch.bfloat16)
+    for seed in range(40):
+        draw = Draw({}, random.Random(seed))
+        parts = draw.many([2, 4, 8])
+        batch, _ = microbatches(draw, capabilities, parts, cut_kind)
+        count = batch["w"].double().sum()
+        assert is_power_of_two(float(count))
+        x = batch["x"].flatten(0, 1)
+        slopes = (batch["y"] * batch["w"] / count.bfloat16()).flatten()
+        total = torch.zeros(2, dtype=torch.bfloat16)
+        for slope, features in zip(slopes, x, strict=True):
+            total += slope * features
+        assert torch.equal(total.double(), slopes.double() @ x.double())
 
 
 def test_what_joins_its_microbatches_is_not_asked_about_the_cut() -> None:

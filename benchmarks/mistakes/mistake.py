@@ -6,7 +6,7 @@ import textwrap
 from typing import Any, NamedTuple
 
 import purestep as ps
-from benchmarks.mistakes import right_frameworks, right_styles
+from benchmarks.mistakes import right_frameworks, right_optimizers, right_styles
 from proofs.plain_mutants import Bug, build
 
 Edits = list[tuple[str, str]]
@@ -44,7 +44,7 @@ def build_trainer(mistake: Mistake) -> Any:
 @functools.cache
 def find_right(base: str) -> Any:
     """Finds the class or function of this name among the right trainers."""
-    for module in (right_frameworks, right_styles):
+    for module in (right_frameworks, right_styles, right_optimizers):
         if hasattr(module, base):
             return getattr(module, base)
     raise ValueError(f"no right trainer is called {base}")

@@ -58,7 +58,7 @@ class Optimized:
             for total, grad in zip(totals, sums, strict=True):
                 total += grad
         for p, total in zip(self.params, totals, strict=True):
-            p.grad = total / count
+            p.grad = total / float(count)
         self.before_step(group, count)
         self.optimizer.step()
         self.after_step()
@@ -263,3 +263,39 @@ class RmsProp(Optimized):
 
     def before_step(self, group: Group, count: Tensor) -> None:
         torch.nn.utils.clip_grad_value_(self.params, 2.0)
+
+
+class Float32(Optimized):
+    """AdamW in float32."""
+
+    capabilities = Capabilities(ranks=2, plain_sgd=False, dtype=torch.float32)
+
+
+class Float32Lion(DividedLion):
+    """Lion in float32."""
+
+    capabilities = Capabilities(ranks=3, plain_sgd=False, dtype=torch.float32)
+
+
+class Float32Lamb(Lamb):
+    """LAMB in float32."""
+
+    capabilities = Capabilities(ranks=2, plain_sgd=False, dtype=torch.float32)
+
+
+class Bfloat16(Warmup):
+    """Adam with a schedule, all in bfloat16, on up to three ranks."""
+
+    capabilities = Capabilities(ranks=3, plain_sgd=False, dtype=torch.bfloat16)
+
+
+class Bfloat16Sgd(Optimized):
+    """SGD in bfloat16, with clipped gradients."""
+
+    capabilities = Capabilities(ranks=2, plain_sgd=False, dtype=torch.bfloat16)
+
+    def make_optimizer(self) -> Any:
+        return self.problem.optimizer(self.model)
+
+    def before_step(self, group: Group, count: Tensor) -> None:
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)

@@ -19,8 +19,8 @@ from purestep.testing.trainer import Capabilities
 Batches: TypeAlias = Sequence[Batch | None]
 """For each update what all ranks hold together; None: nothing."""
 
-AMPLIFIED = 1e8
-"""By how much an update that is not SGD may enlarge roundings: AdamW divides by 1e-8 at most."""
+UNBOUNDED = 1e9
+"""A factor that no error exceeds; times 0 it is 0, unlike infinity."""
 
 
 def rounding_bound(n: int, dtype: torch.dtype) -> float:
@@ -41,6 +41,14 @@ class Bound(NamedTuple):
 
     params: dict[str, float]
     reports: dict[str, float]
+
+    def widened(self, other: "Bound") -> "Bound":
+        """Returns the sum of two bounds."""
+        params = {name: size + other.params[name] for name, size in self.params.items()}
+        reports = {
+            name: size + other.reports[name] for name, size in self.reports.items()
+        }
+        return Bound(params, reports)
 
 
 class _Majorants(NamedTuple):
@@ -66,26 +74,53 @@ def compute_bound(
     ``tokens`` is how many tokens the updates sum in all, padding included. For a model other than
     ``Linear`` the bound is an estimate. Reports are those of the last update. Raises
     ``AssertionError`` if there are too many roundings for the dtype.
+
+    Where numbers are chosen exact, since the dtype is coarse, only the step rounds: once, relative
+    to the start. Losses round as they are summed.
     """
-    per_update = problem.task.roundings + 8
-    num_updates = max(1, len(batches))
-    num_roundings = per_update * num_updates + 2 * tokens
-    factor = rounding_bound(num_roundings, capabilities.dtype)
-    update_factor = factor if capabilities.plain_sgd else factor * AMPLIFIED
     if isinstance(problem.model, Linear):
         majorants = _linear_majorants(problem, batches)
     else:
         majorants = _gradient_majorants(problem, batches)
+    factor = bound_relative_error(problem, len(batches), tokens, capabilities)
+    if capabilities.is_coarse:
+        starts = _compute_norms(problem.params())
+        majorants = majorants._replace(params=starts)
     params = {}
     for name, size in majorants.params.items():
-        params[name] = update_factor * size
+        params[name] = factor * size
+    if capabilities.is_coarse:
+        factor = _bound_coarse_sum(tokens, capabilities.dtype)
     reports = {
         "loss": factor * majorants.loss,
         "grad_norm": factor * majorants.grad_norm,
         "num_tokens": factor * _largest_count(problem, batches),
-        "evaluation": update_factor * majorants.evaluation,
+        "evaluation": factor * majorants.evaluation,
     }
     return Bound(params, reports)
+
+
+def _bound_coarse_sum(tokens: int, dtype: torch.dtype) -> float:
+    """Returns γₙ for a sum over tokens of squared errors, or a large number without a bound."""
+    unit = torch.finfo(dtype).eps / 2
+    num_roundings = 2 * tokens + 16
+    if num_roundings * unit >= 0.5:
+        return UNBOUNDED
+    return rounding_bound(num_roundings, dtype)
+
+
+def bound_relative_error(
+    problem: Problem, num_updates: int, tokens: int, capabilities: Capabilities
+) -> float:
+    """Returns γₙ for all roundings of a run in a row: one only, where numbers are chosen exact.
+
+    ``tokens`` is how many tokens its updates sum in all, padding included.
+    """
+    if capabilities.is_coarse:
+        return rounding_bound(1, capabilities.dtype)
+    per_update = problem.task.roundings + 8
+    num_roundings = per_update * max(1, num_updates) + 2 * tokens
+    return rounding_bound(num_roundings, capabilities.dtype)
 
 
 def _largest_count(problem: Problem, batches: Batches) -> float:

@@ -1,21 +1,19 @@
-"""Describes two runs that must end in the same state, and checks whether a trainer's do."""
+"""Describes two runs that must end in the same state, and what a trainer's end in."""
 
 import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from purestep.testing.bounds import Bound, compute_bound
 from purestep.testing.problem import Batch, Linear, Problem
-from purestep.testing.specification import ReferenceTrainer, join_group
+from purestep.testing.specification import join_group
 from purestep.testing.trainer import Evaluating, Group, Observation, Trainer
-from purestep.testing.watch import Watch, equal_or_nan
+from purestep.testing.watch import Watch
 
 Act: TypeAlias = Literal["restart", "save", "look"] | Group
 """An update on a group; "save": the state is saved; "restart": the same, another update is lost,
@@ -339,119 +337,3 @@ def _double_length(batch: Batch) -> Batch:
             x = torch.cat([x, x], 1)
         doubled[key] = x
     return doubled
-
-
-def agree(trainer: Trainer, case: Case) -> bool:
-    """Returns whether all ranks of the second run end with the first run's params, to the bit.
-
-    These are the params of the first run's rank 0. Without a first run, the reference trainer does
-    the second one.
-
-    Raises ``DisagreementError`` if params or reports of any rank differ by more than rounding
-    explains. Raises ``RefusalError`` if the trainer raises.
-    """
-    reference = case.first or case.second
-    # The first run has no more in it than has to be computed.
-    batches = [join_group(group) for group in reference.groups]
-    tokens = _count_tokens(case.problem, case.second)
-    bound = compute_bound(case.problem, batches, tokens, trainer.capabilities)
-
-    first_trainer = trainer if case.first else ReferenceTrainer()
-    first = outcome(first_trainer, case.problem, reference)
-    expected = _without_dropout(first[0], case.problem, batches[-1])
-    second = outcome(trainer, case.problem, case.second)
-    _check_ranks(case, first, expected, bound, 1.0)
-    _check_ranks(case, second, expected, bound, case.scale)
-    return all(
-        bool(equal_or_nan(observation.params[name], p).all())
-        for observation in second
-        for name, p in expected.params.items()
-    )
-
-
-def _count_tokens(problem: Problem, run: Run) -> int:
-    return sum(
-        problem.weights(batch).numel()
-        for group in run.groups
-        for share in group
-        for batch in share
-    )
-
-
-def _without_dropout(
-    observation: Observation, problem: Problem, batch: Batch | None
-) -> Observation:
-    """Recomputes the evaluation at the observed params by the reference, on the batch.
-
-    This is for a batch that has "key", with which the trainer drops elements: the reference drops
-    none. Other observations, and those without an evaluation, stay as they are.
-    """
-    if observation.evaluation is None or not batch or "key" not in batch:
-        return observation
-    equation = ReferenceTrainer()
-    equation.start(problem, 1)
-    for name, p in observation.params.items():
-        equation.params[name] = p.double()
-    evaluation = equation.evaluate([[batch]])
-    return observation._replace(evaluation=evaluation)
-
-
-def _check_ranks(
-    case: Case,
-    seen: Sequence[Observation],
-    expected: Observation,
-    bound: Bound,
-    scale: float,
-) -> None:
-    """Raises ``DisagreementError`` if a rank's params or reports are not those of ``expected``.
-
-    They may differ by rounding. The count of tokens must be ``scale`` times that of ``expected``. A
-    report that is None on either side is not compared.
-    """
-    start = case.problem.params()
-    for rank, observation in enumerate(seen):
-        where = f" on rank {rank}" if len(seen) > 1 else ""
-        for name, p in expected.params.items():
-            _check_close(
-                case,
-                name + where,
-                observation.params[name],
-                p,
-                bound.params[name],
-                start[name],
-            )
-        for name in case.reports:
-            actual = getattr(observation, name)
-            value = getattr(expected, name)
-            if actual is not None and value is not None:
-                factor = scale if name == "num_tokens" else 1.0
-                allowed = factor * bound.reports[name]
-                _check_close(case, name + where, actual, factor * value, allowed)
-
-
-def _check_close(
-    case: Case,
-    what: str,
-    actual: Tensor | float,
-    expected: Tensor | float,
-    allowed: float,
-    start: Tensor | float = 0.0,
-) -> None:
-    """Raises ``DisagreementError`` if two values differ by more than twice ``allowed``.
-
-    Each may be off by ``allowed``. NaN equals NaN, and nothing else. The error's ``size`` is
-    relative to the norm of ``expected - start``, and infinite if that is 0.
-    """
-    actual = torch.as_tensor(actual, dtype=torch.float64).detach()
-    expected = torch.as_tensor(expected, dtype=torch.float64).detach()
-    is_equal = equal_or_nan(actual, expected)
-    difference = torch.where(is_equal, 0, actual - expected)
-    error = float(difference.norm())
-    if not error <= 2 * allowed:  # An error that is NaN is too large, too.
-        update_size = float((expected - start).norm())
-        text = (
-            f"{what}: {str(actual.tolist())[:200]} is not "
-            f"{str(expected.tolist())[:200]}; they are {error:.3g} apart, "
-            f"and rounding explains {2 * allowed:.1g}"
-        )
-        raise DisagreementError(case, text, error / update_size if update_size else inf)

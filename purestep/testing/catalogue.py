@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 import torch
 
-from purestep.testing.case import Case, DisagreementError, Run, agree, outcome
+from purestep.testing.agreement import agree
+from purestep.testing.case import Case, DisagreementError, Run, outcome
 from purestep.testing.draws import Draw
 from purestep.testing.history import draw_batch, draw_updates
 from purestep.testing.pairs import draw_interrupted, draw_pair
 from purestep.testing.problem import Batch
 from purestep.testing.trainer import Capabilities, Resumable, Switchable
-from purestep.testing.writing import KINDS, draw_problem
+from purestep.testing.writing import KINDS, draw_problem, next_power_of_two
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,9 @@ def _draw_repeated_tokens(draw: Draw, capabilities: Capabilities) -> Case:
     # Once is no change: the first token counts at least twice.
     first_weight = max(1, int(weights[0, 0]))
     weights[0, 0] = first_weight + 1
+    if capabilities.is_coarse:
+        total = int(weights.sum())
+        weights[0, 0] += next_power_of_two(total) - total
     times = weights.flatten()
     repeated: Batch = {}
     for key, x in batch.items():
@@ -172,8 +176,8 @@ def _check_purity(trainer: Any, case: Case) -> bool:
     return True
 
 
-def _is_sgd(trainer: Any) -> bool:
-    return bool(trainer.capabilities.plain_sgd)
+def _is_bounded(trainer: Any) -> bool:
+    return bool(trainer.capabilities.is_bounded)
 
 
 def _computes_cut(trainer: Any) -> bool:
@@ -208,8 +212,8 @@ ALL_LAWS = [
         statement="An update on one microbatch is a step of SGD by the gradient of "
         "Σ wᵢ ℓᵢ / Σ wᵢ.",
         draw_case=_draw_equation,
-        is_able=_is_sgd,
-        obstacle="its update is not plain SGD",
+        is_able=_is_bounded,
+        obstacle="its update is not plain SGD, or rounds more than that of float32",
     ),
     TrainerLaw(
         name="T1",

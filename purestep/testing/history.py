@@ -75,7 +75,7 @@ def draw_joined_updates(
     of an update are copies of one token, as many as a power of two. So their gradients have the
     same bits in both runs. Without such copies there are no updates.
     """
-    if not capabilities.plain_sgd:
+    if not capabilities.is_bounded:
         return _draw_copies(draw, capabilities, size, by_rows=by_rows, keyed=keyed)
     first: list[Group] = []
     second = draw_updates(draw, capabilities, range(6), size, keyed=keyed)

@@ -16,6 +16,7 @@ from purestep.testing.trainer import Trainer
 Status: TypeAlias = Literal["holds", "wrong", "refuses", "not asked"]
 Names: TypeAlias = Iterable[str]
 Seed: TypeAlias = int | Literal["today"]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SEVERITY = ("not asked", "holds", "refuses", "wrong")
 FAILURES = ("wrong", "refuses")
 
@@ -246,13 +247,10 @@ def _check_trainer(trainer: Any) -> None:
             f"{trainer!r} is no trainer: make one by ps.testing.loop(update) of a loop, by "
             "ps.testing.PureTrainer(make, capabilities) of a pure step, or by calling the class"
         )
-    dtypes = [torch.float64]
-    if trainer.capabilities.plain_sgd:
-        dtypes.append(torch.float32)
     dtype = trainer.capabilities.dtype
-    if dtype not in dtypes:
+    if dtype not in DTYPES:
         raise ValueError(
-            f"{dtype} rounds so much that errors could hide in it: judge in {dtypes}"
+            f"{dtype} rounds so much that errors could hide in it: judge in {DTYPES}"
         )
 
 

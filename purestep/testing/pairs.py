@@ -60,9 +60,13 @@ def draw_pair(
         second = draw_padding(
             draw, second, length, inside=inside, added=capabilities.uneven_ranks
         )
-    history = _draw_history(draw, capabilities, change, size, keyed=keyed)
+    history = _draw_history(draw, capabilities, change, part, size, keyed=keyed)
     first_run = _write_run(batch, capabilities.task, first, history.first)
     second_run = _write_run(batch, capabilities.task, second, history.second)
+    if capabilities.is_coarse and history.first:
+        # Later numbers are not exact: copies of one token have the same bits in both runs.
+        first_run = first_run._replace(acts=history.first, label="copies of a token")
+        second_run = second_run._replace(acts=history.second, label="as many, cut")
     if history.first is not history.second and history.first:
         where = "on one rank" if size > 1 else "with equal microbatches joined"
         label = f"{first_run.label}, after the same updates {where}"
@@ -77,9 +81,23 @@ def draw_pair(
 
 
 def _draw_history(
-    draw: Draw, capabilities: Capabilities, change: Change, size: int, *, keyed: bool
+    draw: Draw,
+    capabilities: Capabilities,
+    change: Change,
+    part: str,
+    size: int,
+    *,
+    keyed: bool,
 ) -> History:
-    """Draws up to five earlier updates, as the layouts of both runs have them."""
+    """Draws up to five earlier updates, as the layouts of both runs have them.
+
+    In a coarse dtype, what differs after earlier updates is no longer exact. So there are some only
+    if both runs are laid out alike for good, or if the last update can be one of them.
+    """
+    if capabilities.is_coarse and change != "look":
+        can_copy = change in ("cut", "ranks", "all") and part in ("", "equal tokens")
+        if not can_copy or draw.one([False, True]):
+            return History([], [])
     if change in ("cut", "ranks", "all"):
         by_rows = change != "ranks"
         return draw_joined_updates(
@@ -115,7 +133,10 @@ def _draw_sizes(
         sizes = range(2, capabilities.ranks + 1)
     fewest = 1 if change == "padding" else 2
     fitting: dict[int, list[int]] = {}
-    for count in range(fewest, 10):
+    counts_in_all = [1, 2, 4, 8] if capabilities.is_coarse else range(1, 10)
+    for count in counts_in_all:
+        if count < fewest:
+            continue
         if capabilities.uneven_ranks:
             fitting[count] = list(sizes)
         else:

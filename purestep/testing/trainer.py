@@ -19,7 +19,8 @@ class Capabilities(NamedTuple):
         ranks: up to how many ranks it runs on.
         uneven_ranks: whether ranks may hold different numbers of microbatches, or none.
         weights: the tokens' weights: 0 and 1 ("mask"), "whole" numbers, or "any" from 0 on.
-        dtype: the dtype of its parameters, in which it computes.
+        dtype: the dtype of its parameters, in which it computes: float64, float32, bfloat16 or
+            float16.
         task: what it learns.
         momentum: whether its SGD can have momentum and weight decay.
         dropout: whether it can train a model that drops elements.
@@ -38,6 +39,16 @@ class Capabilities(NamedTuple):
     skips_nonfinite: bool = False
     plain_sgd: bool = True
     merges_microbatches: bool = False
+
+    @property
+    def is_coarse(self) -> bool:
+        """Says whether most numbers round so much that errors could hide; all are chosen exact."""
+        return self.dtype not in (torch.float64, torch.float32)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Says whether rounding in several updates has a bound that errors exceed."""
+        return self.plain_sgd and not self.is_coarse
 
 
 class Observation(NamedTuple):

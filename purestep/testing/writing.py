@@ -84,6 +84,8 @@ WIDE = _scale_values(2, 8)
 """Larger numbers, which a clip of inputs or targets would change."""
 FINE = _scale_values(0.1, 0.1)
 """Numbers that float32 rounds."""
+EXACT = [value for value in VALUES if max(abs(value[0]), abs(value[1])) < 2]
+"""Numbers whose sums of gradients bfloat16 holds."""
 
 
 class Part(NamedTuple):
@@ -199,7 +201,13 @@ def microbatches(
 
     Most numbers are integers. Where the rows' weights may differ, their sum is often rounded up to
     a power of two, so that nothing rounds. Such numbers hide in which dtype a trainer computes.
+
+    In a coarse dtype there are few tokens, all with weight 1 or 0. Their number is a power of two
+    if that of ``parts`` is.
     """
+    if capabilities.is_coarse:
+        most_rows = 2
+        most_length = 2
     groups = _draw_rows(draw, capabilities, parts, most_rows, most_length)
     empty = _draw_empty(parts, difference)
     _fix_empty(capabilities, groups, empty)
@@ -212,12 +220,17 @@ def microbatches(
     if difference == "unequal rows" and _are_equal(sizes):
         last = groups[-1]
         last.append(last[-1])
+    if difference == "unequal rows" and capabilities.is_coarse:
+        _round_up_rows(groups)
     rows = [row for group in groups for row in group]
-    if not has_equal_rows and draw.one([True, False]):
+    if not has_equal_rows and (draw.one([True, False]) or capabilities.is_coarse):
         _round_up_total(rows, capabilities)
     totals = [_total(group) for group in groups]
     if difference == "unequal tokens" and _are_equal(totals):
-        _add_weight(rows[-1], capabilities)
+        # The sum of the weights may stay a power of two.
+        added = sum(totals) if capabilities.is_coarse else 1
+        for _ in range(added):
+            _add_weight(rows[-1], capabilities)
     batch = _draw_batch(draw, capabilities, rows)
     if keyed:
         batch["key"] = torch.arange(len(rows))
@@ -241,6 +254,8 @@ def _draw_rows(
     if not values:
         # Of few values, some are alike.
         values = draw.one([VALUES, VALUES[:7], WIDE, FINE, VALUES[:2]])
+        if capabilities.is_coarse:
+            values = EXACT
     longest = draw.one([2, 1, 3, 12])
     lengths = range(1, min(most_length, longest) + 1)
     sizes = range(1, most_rows + 1)
@@ -258,7 +273,8 @@ def _draw_rows(
 
 
 def _has_mask(capabilities: Capabilities) -> bool:
-    return capabilities.task.vocabulary > 0 or capabilities.weights == "mask"
+    has_ones = capabilities.weights == "mask" or capabilities.is_coarse
+    return capabilities.task.vocabulary > 0 or has_ones
 
 
 def _draw_empty(parts: Sequence[Draw], difference: str) -> list[bool]:
@@ -298,6 +314,23 @@ def _equalize_sizes(groups: list[Rows]) -> None:
         groups[i] = list(itertools.islice(endless, size))
 
 
+def _round_up_rows(groups: list[Rows]) -> None:
+    """Repeats rows until their number is a power of two, and microbatches differ in theirs."""
+    sizes = [len(group) for group in groups]
+    last = groups[-1]
+    total = sum(sizes)
+    for _ in range(next_power_of_two(total) - total):
+        last.append(last[-1])
+    sizes[-1] = len(last)
+    if _are_equal(sizes):
+        last.append(groups[0].pop())
+
+
+def next_power_of_two(number: int) -> int:
+    """Returns the least power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
 def _equalize_weights(groups: list[Rows]) -> None:
     """Gives all rows the weights of the first microbatch's first row with weight."""
     counted = [row for row in groups[0] if row.total]
@@ -331,8 +364,7 @@ def _round_up_total(rows: Rows, capabilities: Capabilities) -> None:
     counted = [row for row in rows if row.total]
     counted.reverse()
     total = _total(rows)
-    power = 1 << (total - 1).bit_length()
-    for i in range(power - total):
+    for i in range(next_power_of_two(total) - total):
         row = counted[i % len(counted)]
         _add_weight(row, capabilities)
 
@@ -350,7 +382,7 @@ def _draw_batch(draw: Draw, capabilities: Capabilities, rows: Rows) -> Batch:
     if capabilities.weights == "mask":
         weights = weights.bool()
     elif capabilities.weights == "any":
-        divisor = draw.one([1, 4, 16, 10])
+        divisor = 1 if capabilities.is_coarse else draw.one([1, 4, 16, 10])
         weights = weights.to(capabilities.dtype) / divisor
     return {
         "x": values[..., :2],

@@ -1,0 +1,220 @@
+"""Checks whether the two runs of a case agree but for rounding."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf, isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purestep.testing.bounds import Bound, bound_relative_error, compute_bound
+from purestep.testing.case import Case, DisagreementError, RefusalError, Run, outcome
+from purestep.testing.problem import Batch, Problem
+from purestep.testing.specification import ReferenceTrainer, join_group
+from purestep.testing.trainer import Observation, Trainer
+from purestep.testing.watch import equal_or_nan
+
+REPORTS = ("loss", "grad_norm", "num_tokens", "evaluation")
+NUDGES = 6
+"""How often a start is nudged, each time by other signs."""
+
+
+def agree(trainer: Trainer, case: Case) -> bool:
+    """Returns whether all ranks of the second run end with the first run's params, to the bit.
+
+    With as many ranks in both runs, each rank is compared with its like; else all are compared with
+    rank 0. Without a first run, the reference trainer does the second one.
+
+    An update that is not SGD can enlarge roundings without a bound, as the sign of a gradient near
+    zero does. Where such runs differ by more than rounding explains, the first run is repeated from
+    starts that are nudged by so much. What nudges change counts as rounding, too.
+
+    Raises ``DisagreementError`` if params or reports of any rank differ by more. Raises
+    ``RefusalError`` if the trainer raises.
+    """
+    reference = case.first or case.second
+    # The first run has no more in it than has to be computed.
+    batches = [join_group(group) for group in reference.groups]
+    tokens = _count_tokens(case.problem, case.second)
+    bound = compute_bound(case.problem, batches, tokens, trainer.capabilities)
+
+    first_trainer = trainer if case.first else ReferenceTrainer()
+    first = outcome(first_trainer, case.problem, reference)
+    second = outcome(trainer, case.problem, case.second)
+    expected = _without_dropout(first[0], case.problem, batches[-1])
+    error = _find_disagreement(case, first, second, expected, bound)
+    if error is not None and not trainer.capabilities.is_bounded:
+        nudge = bound_relative_error(
+            case.problem, len(batches), tokens, trainer.capabilities
+        )
+        moves = _measure_moves(trainer, case, first[0], nudge)
+        error = _find_disagreement(case, first, second, expected, bound.widened(moves))
+    if error is not None:
+        raise error
+    likes = first if len(first) == len(second) else [first[0]] * len(second)
+    return all(
+        _has_bits_of(observation.params, like.params)
+        for observation, like in zip(second, likes, strict=True)
+    )
+
+
+def _has_bits_of(params: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    return all(bool(equal_or_nan(params[name], p).all()) for name, p in others.items())
+
+
+def _find_disagreement(
+    case: Case,
+    first: Sequence[Observation],
+    second: Sequence[Observation],
+    expected: Observation,
+    bound: Bound,
+) -> DisagreementError | None:
+    """Returns the error of the first rank of either run that is not as expected, or None."""
+    try:
+        _check_ranks(case, first, expected, bound, 1.0)
+        _check_ranks(case, second, expected, bound, case.scale)
+    except DisagreementError as error:
+        return error
+    return None
+
+
+def _measure_moves(
+    trainer: Trainer, case: Case, before: Observation, nudge: float
+) -> Bound:
+    """Measures how far nudges of the start move the first run: the most of a few.
+
+    A trainer whose run cannot be repeated to the bit does not move: its differences are no
+    rounding. Neither does one that raises.
+    """
+    moves = Bound(dict.fromkeys(before.params, 0.0), dict.fromkeys(REPORTS, 0.0))
+    assert case.first is not None
+    try:
+        again = outcome(trainer, case.problem, case.first)[0]
+        if not _has_bits_of(again.params, before.params):
+            return moves
+        for seed in range(NUDGES):
+            problem = nudge_start(case.problem, nudge, seed)
+            after = outcome(trainer, problem, case.first)[0]
+            for name, p in before.params.items():
+                distance = _distance(after.params[name], p)
+                moves.params[name] = max(moves.params[name], distance)
+            for name in REPORTS:
+                distance = _distance(getattr(after, name), getattr(before, name))
+                moves.reports[name] = max(moves.reports[name], distance)
+    except RefusalError:
+        pass
+    return moves
+
+
+def nudge_start(problem: Problem, nudge: float, seed: int) -> Problem:
+    """Returns the problem with each element θ of its start moved by ± nudge · (1 + |θ|).
+
+    The signs are drawn from the seed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model = problem.module()
+    with torch.no_grad():
+        for p in model.parameters():
+            signs = 2 * torch.randint(0, 2, p.shape, generator=generator) - 1
+            moved = p.double() + nudge * signs * (1 + p.double().abs())
+            p.copy_(moved)
+    return replace(problem, model=model)
+
+
+def _distance(x: Any, y: Any) -> float:
+    """Returns the norm of a difference; 0 if a value is missing or not finite."""
+    if x is None or y is None:
+        return 0.0
+    x = torch.as_tensor(x, dtype=torch.float64).detach()
+    y = torch.as_tensor(y, dtype=torch.float64).detach()
+    distance = float((x - y).norm())
+    return distance if isfinite(distance) else 0.0
+
+
+def _count_tokens(problem: Problem, run: Run) -> int:
+    return sum(
+        problem.weights(batch).numel()
+        for group in run.groups
+        for share in group
+        for batch in share
+    )
+
+
+def _without_dropout(
+    observation: Observation, problem: Problem, batch: Batch | None
+) -> Observation:
+    """Recomputes the evaluation at the observed params by the reference, on the batch.
+
+    This is for a batch that has "key", with which the trainer drops elements: the reference drops
+    none. Other observations, and those without an evaluation, stay as they are.
+    """
+    if observation.evaluation is None or not batch or "key" not in batch:
+        return observation
+    equation = ReferenceTrainer()
+    equation.start(problem, 1)
+    for name, p in observation.params.items():
+        equation.params[name] = p.double()
+    evaluation = equation.evaluate([[batch]])
+    return observation._replace(evaluation=evaluation)
+
+
+def _check_ranks(
+    case: Case,
+    seen: Sequence[Observation],
+    expected: Observation,
+    bound: Bound,
+    scale: float,
+) -> None:
+    """Raises ``DisagreementError`` if a rank's params or reports are not those of ``expected``.
+
+    They may differ by rounding. The count of tokens must be ``scale`` times that of ``expected``. A
+    report that is None on either side is not compared.
+    """
+    start = case.problem.params()
+    for rank, observation in enumerate(seen):
+        where = f" on rank {rank}" if len(seen) > 1 else ""
+        for name, p in expected.params.items():
+            _check_close(
+                case,
+                name + where,
+                observation.params[name],
+                p,
+                bound.params[name],
+                start[name],
+            )
+        for name in case.reports:
+            actual = getattr(observation, name)
+            value = getattr(expected, name)
+            if actual is not None and value is not None:
+                factor = scale if name == "num_tokens" else 1.0
+                allowed = factor * bound.reports[name]
+                _check_close(case, name + where, actual, factor * value, allowed)
+
+
+def _check_close(
+    case: Case,
+    what: str,
+    actual: Tensor | float,
+    expected: Tensor | float,
+    allowed: float,
+    start: Tensor | float = 0.0,
+) -> None:
+    """Raises ``DisagreementError`` if two values differ by more than twice ``allowed``.
+
+    Each may be off by ``allowed``. NaN equals NaN, and nothing else. The error's ``size`` is
+    relative to the norm of ``expected - start``, and infinite if that is 0.
+    """
+    actual = torch.as_tensor(actual, dtype=torch.float64).detach()
+    expected = torch.as_tensor(expected, dtype=torch.float64).detach()
+    is_equal = equal_or_nan(actual, expected)
+    difference = torch.where(is_equal, 0, actual - expected)
+    error = float(difference.norm())
+    if not error <= 2 * allowed:  # An error that is NaN is too large, too.
+        update_size = float((expected - start).norm())
+        text = (
+            f"{what}: {str(actual.tolist())[:200]} is not "
+            f"{str(expected.tolist())[:200]}; they are {error:.3g} apart, "
+            f"and rounding explains {2 * allowed:.1g}"
+        )
+        raise DisagreementError(case, text, error / update_size if update_size else inf)
