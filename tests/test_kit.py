@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -33,8 +34,10 @@ from purestep.testing import (
     accepting,
 )
 from purestep.testing.adapters import OneRank, PureTrainer
+from purestep.testing.bounds import compute_bound
 from purestep.testing.case import Run
 from purestep.testing.draws import Draw, counterexample
+from purestep.testing.processes import World
 from purestep.testing.writing import KINDS, microbatches
 from support.plain_loop import PlainLoop
 
@@ -165,6 +168,20 @@ def test_both_runs_of_a_case_count_the_same_tokens_in_every_update(
         earlier = str(case.first.groups[:-1]) != str(case.second.groups[:-1])
         written_differently += earlier
     assert written_differently > 5
+
+
+@pytest.mark.parametrize("name", ["T2", "T14"])
+def test_a_language_model_on_ranks_has_an_earlier_update(name: str) -> None:
+    """Under AdamW, a schedule that goes on once for each rank shows in the second update."""
+    task = ps.testing.causal_lm(Words())
+    capabilities = Capabilities(ranks=2, plain_sgd=False, weights="mask", task=task)
+    numbers = set()
+    for seed in range(20):
+        draw = Draw({(0,): seed}, random.Random(seed))
+        trainer = SimpleNamespace(capabilities=capabilities)
+        case = ps.testing.LAWS[name].draw_case(draw, trainer, "")
+        numbers.add((case.second.ranks, len(case.second.groups)))
+    assert (2, 2) in numbers
 
 
 def sum_weights(group: Any) -> float:
@@ -811,3 +828,86 @@ def test_the_command_line_in_an_empty_folder(
     accepted.write_text("T1 equal: wrong")
     _, output = run(*accept)
     assert "T1 equal" in output
+
+
+def test_other_names_than_the_problem_has_are_a_refusal() -> None:
+    class Adapted(PlainLoop):
+        def observe(self) -> list[ps.testing.Observation]:
+            observations = []
+            for seen in super().observe():
+                params = {**seen.params, "adapter": torch.zeros(2)}
+                observations.append(seen._replace(params=params))
+            return observations
+
+    (finding,) = judged(Adapted(), "T3", cases=3)
+    assert finding.startswith("refuses: observe() has the names ['adapter', 'bias', 'w")
+    assert "return the parameters of the problem's module alone" in finding
+
+
+def test_a_smaller_case_of_a_failure_is_no_case_asked() -> None:
+    trainer = ps.testing.loop(mean_of_means, capabilities=Capabilities(weights="mask"))
+    counts = []
+    for shrink in (0, 100):
+        (verdict,) = ps.testing.run_laws(trainer, ["T14"], cases=40, shrink=shrink)
+        counts.append((verdict.cases, verdict.num_bitwise))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_global_generators_start_alike_in_every_session(ranks: int) -> None:
+    """What a program that draws from them does wrong can be repeated."""
+    trainer = ps.testing.loop(shake, capabilities=Capabilities(ranks=ranks))
+    first, second = [judged(trainer, "T3", cases=4) for _ in range(2)]
+    assert first == second
+    assert first[0].startswith("wrong")
+
+
+def shake(model: Any, optimizer: Any, microbatches: Batches, problem: Problem) -> None:
+    """Adds noise of torch's global generator, the same on all ranks."""
+    right(model, optimizer, microbatches, problem)
+    model.weight.data += torch.rand(2, dtype=torch.float64)
+
+
+def test_each_rank_is_compared_with_its_like_to_the_bit() -> None:
+    """Ranks that round differently, but each time alike, are pure."""
+
+    class Rounding(PlainLoop):
+        def update(self, group: Sequence[Sequence[Batch]]) -> None:
+            super().update(group)
+            for model in self.models[1:]:
+                model.weight.data *= 1 + 2**-52
+
+    (verdict,) = ps.testing.run_laws(Rounding(), ["T6"], cases=30, shrink=0)
+    assert verdict.parts["bits"].status == "holds", verdict
+
+
+def test_moments_take_part_in_the_bound_of_a_model() -> None:
+    """Each of four equal gradients moves the params by the sum of all before it."""
+    task = ps.testing.causal_lm(Words())
+    batch = {
+        "input_ids": torch.tensor([[0, 1, 2]]),
+        "attention_mask": torch.ones(1, 3, dtype=torch.int64),
+        "labels": torch.tensor([[0, 1, 2]]),
+    }
+    problem = Problem(task, Words(), 1000.0, momentum=1.0)
+    bound = compute_bound(problem, [batch] * 4, 12, Capabilities(task=task))
+    once = compute_bound(problem, [batch], 12, Capabilities(task=task))
+    # Moments of 1, 2, 3 and 4 gradients, which more roundings follow on.
+    assert bound.params["table.weight"] > 9.9 * once.params["table.weight"]
+    again = compute_bound(problem, [batch] * 4, 12, Capabilities(task=task))
+    assert again == bound
+
+
+def return_error(rank: int) -> Exception:
+    return ValueError("no number")
+
+
+def test_an_exception_that_is_returned_ends_no_rank() -> None:
+    """A rank that goes on is not waited for."""
+    with World(1, timeout=30, strict=False) as world:
+        world.run(return_error)  # Started, with all imports.
+        start = time.monotonic()
+        (error,) = world.run(return_error)
+        seconds = time.monotonic() - start
+    assert str(error) == "no number"
+    assert seconds < 15

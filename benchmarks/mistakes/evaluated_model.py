@@ -166,4 +166,31 @@ MISTAKES = [
             + RETURN_EVALUATED_LINE,
         ),
     ),
+    Mistake(
+        "the moving average is not saved",
+        replace("self.average.load_state_dict(saved[1])", "pass"),
+        base="Averaged",
+        law="T16",
+        required=True,
+    ),
+    Mistake(
+        "the moving average moves once for each microbatch",
+        replace(
+            "def after_step(self) -> None:",
+            "def before_step(self, group: Group, count: Tensor) -> None:\n"
+            "    self.times = sum(map(len, group))\n\n"
+            "def after_step(self) -> None:\n"
+            "  for _ in range(self.times):",
+        ),
+        base="Averaged",
+        law="T1",
+        required=True,
+    ),
+    Mistake(
+        "evaluates the parameters while the moving average is shown",
+        replace("model, self.model = self.model, self.average", "model = self.model"),
+        base="Averaged",
+        law="T0",
+        required=True,
+    ),
 ]

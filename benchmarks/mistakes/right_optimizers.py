@@ -299,3 +299,57 @@ class Bfloat16Sgd(Optimized):
 
     def before_step(self, group: Group, count: Tensor) -> None:
         torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+
+
+class Averaged(Optimized):
+    """Evaluates a moving average of the parameters, which SGD moves, and shows it."""
+
+    capabilities = Capabilities(ranks=2)
+
+    def start(self, problem: Problem, ranks: int) -> None:
+        super().start(problem, ranks)
+        self.average = copy.deepcopy(self.model)
+
+    def make_optimizer(self) -> Any:
+        return self.problem.optimizer(self.model)
+
+    def after_step(self) -> None:
+        for average, p in zip(self.average.parameters(), self.params, strict=True):
+            average.data.lerp_(p.data, 0.25)
+
+    def evaluate(self, group: Group) -> float:
+        model, self.model = self.model, self.average
+        loss = super().evaluate(group)
+        self.model = model
+        return loss
+
+    def observe(self) -> list[Observation]:
+        averages = {
+            name: p.detach().clone() for name, p in self.average.named_parameters()
+        }
+        return [seen._replace(averages=averages) for seen in super().observe()]
+
+    def save(self) -> Any:
+        return super().save(), copy.deepcopy(self.average.state_dict())
+
+    def load(self, saved: Any) -> None:
+        super().load(saved[0])
+        self.average.load_state_dict(saved[1])
+
+
+class Packed(Optimized):
+    """Packs the counted tokens of all microbatches of a rank into one row, as for long contexts."""
+
+    capabilities = Capabilities(ranks=2, plain_sgd=False, merges_microbatches=True)
+
+    def update(self, group: Group) -> None:
+        super().update([self.pack(share) for share in group])
+
+    def pack(self, share: Sequence[Batch]) -> list[Batch]:
+        if not share:
+            return []
+        row = {}
+        for key in share[0]:
+            counted = [batch[key][self.problem.weights(batch) > 0] for batch in share]
+            row[key] = torch.cat(counted).unsqueeze(0)
+        return [row] if row["w"].numel() else []

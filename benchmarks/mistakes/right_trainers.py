@@ -43,6 +43,8 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "adam_bfloat16": right_optimizers.Bfloat16,
     "clipped_bfloat16": right_optimizers.Bfloat16Sgd,
     "normed_gradient": right_optimizers.NormedGradient,
+    "averaged": right_optimizers.Averaged,
+    "packed": right_optimizers.Packed,
     "rmsprop": right_optimizers.RmsProp,
 }
 """The function that makes each trainer."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import nn
 
 from purestep.axis import Axis, LocalAxis
@@ -277,7 +278,9 @@ class Processes:
         self._world = self._worlds[ranks]
         makes = [self.make] * ranks
         problems = [problem] * ranks
-        self._run(_start_program, makes, problems)
+        # The seed of this run, which is that of this process.
+        seeds = [torch.initial_seed()] * ranks
+        self._run(_start_program, makes, problems, seeds)
 
     def update(self, group: Group) -> None:
         """Makes one update in all processes, each on its rank's share of the group."""
@@ -313,13 +316,13 @@ _running: dict[str, _Running] = {}
 
 
 def _start_program(
-    rank: int, make: Callable[[], RankProgram], problem: Problem
+    rank: int, make: Callable[[], RankProgram], problem: Problem, seed: int
 ) -> None:
     if "now" in _running:
         _running[
             "now"
         ].watch.end()  # Restores the global state that the last run has changed.
-    watch = Watch()  # First: making a program may change global state, too.
+    watch = Watch(seed)  # First: making a program may change global state, too.
     running = _Running(make(), watch)
     _running["now"] = running
     running.program.start(problem)

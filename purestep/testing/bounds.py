@@ -180,15 +180,14 @@ def _gradient_majorants(problem: Problem, batches: Batches) -> _Majorants:
     """Estimates the majorants from rows' losses and gradients, as if all batches were one update.
 
     The gradient's majorant is G = Σ sₘ‖gₘ‖, where row m has the share sₘ of all weight. Each norm
-    is over all parameters together, since a gradient that cancels to zero has errors, too. The
-    majorant of a parameter is its norm plus the learning rate times G. The majorant of an
-    evaluation is the larger one of the losses before and after the update. Without weight, all but
-    the parameters' norms are 0.
+    is over all parameters together, since a gradient that cancels to zero has errors, too. A moment
+    sums the gradients of all updates, each as large as G plus the decay of the parameters. The
+    majorant of a parameter is its norm plus the learning rate times the sum of the moments. The
+    majorant of an evaluation is the larger one of the losses before and after the update. Without
+    weight, all but the parameters' norms are 0.
     """
     trainer = ReferenceTrainer()
-    trainer.start(problem, 1)
-    start = trainer.params
-    sizes = _compute_norms(start)
+    sizes = _compute_norms(problem.params())
     batch = join_batches([batch for batch in batches if batch is not None])
     if batch is None or not problem.weights(batch).any():
         return _Majorants(sizes, loss=0.0, grad_norm=0.0, evaluation=0.0)
@@ -198,18 +197,22 @@ def _gradient_majorants(problem: Problem, batches: Batches) -> _Majorants:
     norm = 0.0
     for row, share in enumerate(shares.tolist()):
         if share:
-            trainer.params = start
+            trainer.start(problem, 1)
             trainer.update([[_take_row(batch, row)]])
             (seen,) = trainer.observe()
             loss += share * float(seen.loss or 0.0)
             norm += share * float(seen.grad_norm or 0.0)
-    trainer.params = start
+    trainer.start(problem, 1)
     trainer.update([[batch]])
     # A loss near zero is a difference of larger numbers: those of the loss before stand for them.
     evaluation = max(loss, trainer.evaluate([[batch]]))
     params = {}
     for name, size in sizes.items():
-        params[name] = size + problem.learning_rate * norm
+        moment = 0.0
+        for _ in batches:
+            moment = problem.momentum * moment + norm + problem.weight_decay * size
+            size += problem.learning_rate * moment
+        params[name] = size
     return _Majorants(params, loss, norm, evaluation)
 
 

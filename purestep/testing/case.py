@@ -194,7 +194,7 @@ def _batch_code(batch: Batch) -> str:
 
 
 class RefusalError(Exception):
-    """Reports that a trainer raised, or that its params have another dtype than it declares."""
+    """Reports that a trainer raised, or that its params have other names or another dtype."""
 
 
 class DisagreementError(AssertionError):
@@ -235,16 +235,20 @@ def describe_cause(error: BaseException) -> str:
     return f"{cause}; then {outermost}"
 
 
-def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observation]:
+def outcome(
+    trainer: Trainer, problem: Problem, run: Run, seed: int = 1
+) -> Sequence[Observation]:
     """Returns what each rank sees after a run on copies of the data; the first one evaluates, too.
 
     ``changed`` lists the data and global state that the run has changed. Afterwards, the global
     state of this process is put back.
 
-    Raises ``RefusalError`` if the trainer raises or has params of another dtype than it declares,
-    and ``ValueError`` if they have other names than the problem's.
+    ``seed`` is that of the global generators.
+
+    Raises ``RefusalError`` if the trainer raises, or has params of other names than the problem's
+    or of another dtype than it declares.
     """
-    watch = Watch()
+    watch = Watch(seed)
     try:
         seen = _do_run(trainer, problem, run, watch)
         changed = watch.changed()
@@ -267,8 +271,12 @@ def _check_params(
 ) -> None:
     names = list(problem.params())
     params = observation.params
-    if set(params) != set(names):
-        raise ValueError(f"observe() has the names {list(params)}, the problem {names}")
+    for words, seen in (("observe()", params), ("averages", observation.averages)):
+        if seen is not None and set(seen) != set(names):
+            raise RefusalError(
+                f"{words} has the names {sorted(seen)}, the problem {sorted(names)}: "
+                "return the parameters of the problem's module alone, by its names"
+            )
     for p in params.values():
         if p.dtype != dtype:
             raise RefusalError(

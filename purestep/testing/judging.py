@@ -281,7 +281,9 @@ def _judge_part(
             for what, number in case.coverage().items():
                 coverage[what][number] += 1
         try:
-            exact.append(law.claim(trainer, case))
+            is_exact = law.claim(trainer, case)
+            if not is_shrinking:
+                exact.append(is_exact)
         except RefusalError as refusal:
             refused.append(_Refusal(case, str(refusal)))
         except AssertionError:

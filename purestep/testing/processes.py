@@ -123,11 +123,11 @@ class World:
     def _receive(self, rank: int) -> Any:
         process = self._processes[rank]
         try:
-            result = pickle.loads(self._connections[rank].recv_bytes())
+            has_raised, result = pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, ConnectionError):
             process.join(self.timeout)
             return DeadRankError(process.exitcode)
-        if isinstance(result, Exception):
+        if has_raised:
             process.join(self.timeout)
         return result
 
@@ -179,7 +179,7 @@ def _serve(
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             connection.send_bytes(_pickle_error(error))
             os._exit(1)
-        connection.send_bytes(pickle.dumps(result))
+        connection.send_bytes(pickle.dumps((False, result)))
 
 
 def _filter_warnings(strict: bool) -> None:
@@ -190,12 +190,13 @@ def _filter_warnings(strict: bool) -> None:
 
 
 def _pickle_error(error: Exception) -> bytes:
+    """Pickles ``(True, error)``, which tells an exception that was raised from one returned."""
     try:
-        pickled = pickle.dumps(error)
+        pickled = pickle.dumps((True, error))
         pickle.loads(pickled)
         return pickled
     except Exception:
         # Errors of torch 2.11's compiler hold what it traced: "cannot pickle 'cell' object". Errors
         # whose __init__ takes several arguments can be pickled, but not loaded.
         text = "\n".join([str(error), *error.__notes__])
-        return pickle.dumps(RuntimeError(text))
+        return pickle.dumps((True, RuntimeError(text)))

@@ -55,8 +55,11 @@ class Observation(NamedTuple):
     """Holds what a rank sees after an update: its parameters by name, and what it may report.
 
     ``loss`` is the mean over the tokens of all ranks, ``grad_norm`` the norm of its gradient, and
-    ``num_tokens`` the sum of all weights. The kit fills in the rest: the loss in ``evaluation``,
-    and what has ``changed`` of "inputs" and "global state".
+    ``num_tokens`` the sum of all weights. ``averages`` are the parameters that ``evaluate`` takes,
+    by name, where they are not ``params`` but such as a moving average of these.
+
+    The kit fills in the rest: the loss in ``evaluation``, and what has ``changed`` of "inputs" and
+    "global state".
     """
 
     params: Mapping[str, Tensor]
@@ -65,6 +68,7 @@ class Observation(NamedTuple):
     num_tokens: Tensor | float | None = None
     evaluation: Tensor | float | None = None
     changed: Any = None
+    averages: Any = None
 
 
 class Trainer(Protocol):
@@ -86,7 +90,10 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class Evaluating(Protocol):
-    """Extends a trainer that can evaluate. The kit asks for it only where a group has tokens."""
+    """Extends a trainer that can evaluate. The kit asks for it only where a group has tokens.
+
+    The parameters of an evaluation are those of ``observe``: its ``averages`` if there are any.
+    """
 
     def evaluate(self, group: Group) -> float:
         """Returns Σ wᵢ ℓᵢ / Σ wᵢ over the tokens of all ranks, and changes nothing."""

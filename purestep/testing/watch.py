@@ -1,7 +1,6 @@
 """Watches what an update has to leave as it was: its data, and the program's global state."""
 
 import gc
-import itertools
 import pickle
 import random
 import sys
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from purestep.testing.problem import Batch
 from purestep.testing.trainer import Group
-
-_SEEDS = itertools.count(1)
 
 
 class _GlobalState(NamedTuple):
@@ -84,16 +81,20 @@ STATE = {
 """What an update may not change, by its name."""
 
 
+UNUSUAL = 1_618_033
+"""Is added to seeds: a program that seeds a generator with 1 is seen."""
+
+
 class Watch:
     """Notes changes of data and global state from its making on.
 
-    Making it seeds the global generators, each time with another seed: a program that seeds them is
-    seen. ``end`` puts all global state back.
+    Making it seeds the global generators with ``seed``, so that a program which draws from them
+    does the same in every session. ``end`` puts all global state back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         self._original = _read_state()
-        seed = next(_SEEDS)
+        seed += UNUSUAL
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         _call_numpy("seed", seed)
@@ -127,7 +128,7 @@ class Watch:
         self._changed_inputs += [("inputs", name) for name in names]
 
     def changed(self) -> list[tuple[str, str]]:
-        """Lists what has changed since ``Watch()``, as pairs of a kind and a name.
+        """Lists what has changed since ``Watch(seed)``, as pairs of a kind and a name.
 
         The kind is "inputs" or "global state".
         """
@@ -138,7 +139,7 @@ class Watch:
         return changed
 
     def end(self) -> None:
-        """Puts all global state back as it was before ``Watch()``."""
+        """Puts all global state back as it was before ``Watch(seed)``."""
         for name, state in STATE.items():
             state.write(self._original[name])
 
