@@ -94,17 +94,27 @@ def draw_joined_updates(
 def _draw_copies(
     draw: Draw, capabilities: Capabilities, size: int, *, by_rows: bool, keyed: bool
 ) -> History:
-    """Draws updates whose microbatches are copies of one token, as many on each rank."""
+    """Draws updates whose microbatches are copies of one token, as many on each rank.
+
+    For a task with a model, they are copies of one row, in one update at most. These have the same
+    bits as microbatches, but not as rows: so there are none on a single rank.
+    """
     first: list[Group] = []
     second: list[Group] = []
+    has_model = capabilities.task.model is not None
     is_power_of_two = size & (size - 1) == 0
-    if capabilities.task.model is None and is_power_of_two:
-        counts = [2, 4] if size == 1 else [1, 2]
-        for update_draw in draw.many(range(6)):
+    if not is_power_of_two or (has_model and size == 1):
+        return History(first, second)
+    counts = [2, 4] if size == 1 else [1, 2]
+    numbers = range(2) if has_model else range(6)
+    for update_draw in draw.many(numbers):
+        if has_model:
+            token = draw_batch(update_draw, capabilities, most_rows=1, most_length=2)
+        else:
             token = _draw_token(update_draw, capabilities, keyed=keyed)
-            share = [token] * update_draw.one(counts)
-            second.append([share] * size)
-            first.append(_join_copies(share * size, by_rows=by_rows))
+        share = [token] * update_draw.one(counts)
+        second.append([share] * size)
+        first.append(_join_copies(share * size, by_rows=by_rows and not has_model))
     return History(first, second)
 
 
