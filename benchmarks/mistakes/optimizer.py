@@ -280,4 +280,21 @@ MISTAKES = [
         ],
         base="divide_once",
     ),
+    Mistake(
+        "the rate by tokens consumed counts padding",
+        replace(
+            "return float(count)",
+            "return sum(self.problem.weights(b).numel() for share in group for b in share)",
+        ),
+        base="TokenSchedule",
+        law="T4",
+        required=True,
+    ),
+    Mistake(
+        "the tokens consumed are not saved",
+        replace("self.consumed = saved[1]", "pass"),
+        base="TokenSchedule",
+        law="T16",
+        required=True,
+    ),
 ]

@@ -174,4 +174,13 @@ MISTAKES = [
         ),
         base="divide_once",
     ),
+    # Only the equation shows it, which is not asked of AdamW.
+    Mistake(
+        "the reported loss runs on from update to update",
+        replace(
+            '"loss": loss / count',
+            '"loss": loss / count + self.metrics.get("loss", 0.0)',
+        ),
+        base="Optimized",
+    ),
 ]
