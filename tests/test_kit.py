@@ -38,6 +38,7 @@ from purestep.testing.bounds import compute_bound
 from purestep.testing.case import Run
 from purestep.testing.draws import Draw, counterexample
 from purestep.testing.processes import World
+from purestep.testing.watch import Watch
 from purestep.testing.writing import KINDS, microbatches
 from support.plain_loop import PlainLoop
 
@@ -860,6 +861,18 @@ def test_global_generators_start_alike_in_every_session(ranks: int) -> None:
     first, second = [judged(trainer, "T3", cases=4) for _ in range(2)]
     assert first == second
     assert first[0].startswith("wrong")
+
+
+def test_any_seed_of_torch_seeds_all_generators() -> None:
+    """Its own first one is too large for NumPy: processes get it from a program that starts them."""
+    import numpy
+
+    states = []
+    for _ in range(2):
+        watch = Watch(torch.iinfo(torch.int64).max)
+        states.append((random.random(), numpy.random.random(), float(torch.rand(()))))
+        watch.end()
+    assert states[0] == states[1]
 
 
 def shake(model: Any, optimizer: Any, microbatches: Batches, problem: Problem) -> None:

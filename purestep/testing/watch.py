@@ -94,7 +94,7 @@ class Watch:
 
     def __init__(self, seed: int) -> None:
         self._original = _read_state()
-        seed += UNUSUAL
+        seed = (seed + UNUSUAL) % 2**32  # NumPy takes no larger one.
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         _call_numpy("seed", seed)
