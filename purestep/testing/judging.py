@@ -276,10 +276,9 @@ def _judge_part(
             num_simpler += 1
         else:
             num_drawn += 1
-        budget.report_progress(f"{law.name} {part}".strip(), num_drawn, num_simpler)
-        if not is_shrinking:
             for what, number in case.coverage().items():
                 coverage[what][number] += 1
+        budget.report_progress(f"{law.name} {part}".strip(), num_drawn, num_simpler)
         try:
             is_exact = law.claim(trainer, case)
             if not is_shrinking:
