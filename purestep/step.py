@@ -226,7 +226,8 @@ def make_step(
                 max_len = session.max_microbatches(len(microbatches))
                 group = pad_microbatches(group, max_len, gather, weight_fn)
             visible = session.params_for_loss(params, shard_specs)
-            if visible is not params:
+            # torch 2.11's compiler does not compare dicts by identity.
+            if torch.compiler.is_dynamo_compiling() or visible is not params:
                 leaves, spec = tree.flatten(visible)
             sums = accumulate_group(
                 backends,
@@ -461,16 +462,22 @@ def apply_update(
     {'w': tensor(1.)}
     """
     try:
-        leaves, spec = tree.flatten((params, opt_state, grads))
+        leaves, spec = tree.flatten((params, opt_state))
+        params_spec = spec.child(0)
         # By map: an optimizer's leaves are four for each param, and a loop takes twice as long.
-        if not tree.is_plain_eager() or any(map(_REQUIRES_GRAD, leaves)):
+        if not tree.is_plain_eager() or any(
+            # The optimizer says which gradients do not match.
+            map(
+                _REQUIRES_GRAD,
+                leaves + (tree.tensors_matching(params_spec, grads) or []),
+            )
+        ):
             return _apply_recorded(
                 optimizer, grads, opt_state, params, applied, writes_in_graph
             )
-        num_params = spec.child(0).num_leaves
-        num_written = num_params + spec.child(1).num_leaves
+        num_params = params_spec.num_leaves
         first_leaves = {"params": 0}
-        if num_written > num_params:
+        if len(leaves) > num_params:
             first_leaves["opt_state"] = num_params
         consumed: list[Tensor] = []
         for name, index in first_leaves.items():
@@ -480,12 +487,10 @@ def apply_update(
                 consumed.append(leaves[index])
                 leaves[index] = leaves[index].data  # an alias that no operation makes
         if not donate:
-            written = leaves[:num_written]
             # On the host, foreach operations are loops, and grouping leaves takes longer.
             on_host = applied.is_cpu
-            copies = map(torch.clone, written) if on_host else foreach.clone(written)
-            leaves[:num_written] = copies
-        params, opt_state, grads = tree.unflatten(spec, leaves)
+            leaves[:] = map(torch.clone, leaves) if on_host else foreach.clone(leaves)
+        params, opt_state = tree.unflatten(spec, leaves)
         if not applied.is_cpu or applied:
             where = None if applied.is_cpu else applied
             update_ = optimizer.update_ or update_in_place(optimizer)
