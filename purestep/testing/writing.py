@@ -332,7 +332,11 @@ def next_power_of_two(number: int) -> int:
 
 
 def _equalize_weights(groups: list[Rows]) -> None:
-    """Gives all rows the weights of the first microbatch's first row with weight."""
+    """Replaces all rows, in place, by rows with the weights and the length of one row.
+
+    That is the first microbatch's first row with weight; there must be one. Values repeat, or are
+    left out.
+    """
     counted = [row for row in groups[0] if row.total]
     pattern = counted[0]
     for i, rows in enumerate(groups):
