@@ -171,6 +171,9 @@ def _read_leaf(
 ) -> Tensor | Shard:
     """Reads a tensor, or this rank's part of it, in the dtype of ``leaf``, to ``device``.
 
+    None is the device of ``leaf``. If that is the meta device, it is the device of the axis of a
+    ``Shard``, or the host. Returns a ``Shard`` for a ``Shard``.
+
     Raises ``ValueError`` if ``leaf`` has another shape, or if the file's dtype is not in
     ``_DTYPES``.
     """

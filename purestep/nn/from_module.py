@@ -396,10 +396,10 @@ class Apply:
         return output, {name: module.get_buffer(name) for name in buffer_values}
 
     def _clone_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Clones the caller's buffers, which the module may write to, in the module's dtypes.
+        """Clones all buffers of the caller, in the module's dtypes: the module may write to them.
 
         Raises ``ValueError`` for unknown names, and if a buffer that the module writes to is
-        missing.
+        missing. Raises ``TypeError`` if ``buffers`` is no mapping.
         """
         validation.check_names(
             "buffers",

@@ -67,8 +67,9 @@ class Answers(NamedTuple):
 class RollCall:
     """Asks by a small sum before each gather of an update whether all ranks of its axis take part.
 
-    An axis stays open until such a sum says that a rank leaves, or that ranks gather different
-    things.
+    An axis is open while other ranks may wait for a sum of this one. A sum that shows that a rank
+    leaves, or that ranks gather different things, closes its axis. A rank whose loss ends early
+    calls ``leave``, any other ``end``: each closes the open axes by one last sum.
     """
 
     def __init__(self, axes: Iterable[ProcessAxis]) -> None:

@@ -47,12 +47,13 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """Holds two runs that must agree; ``first`` None: ``second`` and the specification.
+    """Holds two runs that must agree, or without ``first`` one that must agree with the equation.
 
     ``reports`` names what must agree besides the params. Most are reports of the last update;
-    "evaluation" is the mean loss on its group afterwards. For it, rows are made twice as long,
-    unless the task has a vocabulary. The second run counts ``scale`` times as many tokens as the
-    first. ``part`` names the part of the law.
+    "evaluation" is the mean loss on its group afterwards. For it, each row is followed by itself,
+    in one row: the mean loss stays, and the length is new. A task with a vocabulary evaluates rows
+    as they are. The second run counts ``scale`` times as many tokens as the first. ``part`` names
+    the part of the law.
     """
 
     problem: Problem
