@@ -1,8 +1,14 @@
 """Configures the tests of the package, of ``tests`` and of ``proofs``."""
 
 import gc
+import os
 
 import pytest
+
+collect_ignore = []
+if "PURESTEP_TESTS_JAX" not in os.environ:
+    # A process that has imported JAX warns when it forks. tests/test_jax.py runs these alone.
+    collect_ignore += ["purestep/testing/jax_loops.py", "tests/test_jax_loop.py"]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

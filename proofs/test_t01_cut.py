@@ -29,6 +29,7 @@ from support.ranks import (
 )
 from support.strategies import (
     AXES,
+    BRIDGES,
     Batch,
     Chooser,
     Setup,
@@ -46,7 +47,7 @@ CUT: dict[str, Any] = {"ranks": [1], "shuffled": False, "padded": False}
 EXACT: dict[str, Any] = {**CUT, "dtypes": [torch.float64], "trees": True}
 
 
-@theorem("T1", steps(**CUT))
+@theorem("T1", steps(**CUT, bridges=BRIDGES))
 def cut_invariance(system: System, drawn: StepCase) -> None:
     """The state, the loss, the count and the norm are those of the one big batch, to the bit."""
     case, setup, groups = drawn
@@ -62,7 +63,7 @@ def loss_with_terms(params: Any, batch: Batch) -> ps.LossOutput:
     return terms._replace(microbatch_loss=terms.aux["sum"][0])
 
 
-@theorem("T1", steps(**EXACT, axes=["one"], normalize="loss"))
+@theorem("T1", steps(**EXACT, axes=["one"], bridges=BRIDGES, normalize="loss"))
 def terms(system: System, drawn: StepCase) -> None:
     """∇[L + (1/M) Σₘ termₘ] over the M non-empty microbatches, whichever rank has them, and aux summed over all.
 

@@ -18,6 +18,7 @@ from purestep.testing.specification import spec
 from support.optimizers import OPTIMIZERS
 from support.ranks import take_step
 from support.strategies import (
+    BRIDGES,
     WEIGHTS,
     Batch,
     Case,
@@ -62,7 +63,7 @@ def normalizations_of(case: Case) -> list[Normalization]:
     ]
 
 
-@theorem("T17", steps())
+@theorem("T17", steps(bridges=BRIDGES))
 def denominators(system: System, drawn: StepCase) -> None:
     """Seeded, divided afterwards, or weighted by the loss: the same state and metrics."""
     case, setup, groups = drawn

@@ -392,8 +392,8 @@ Axis = Literal["one", "simulated", "threads"]
 AXES: tuple[Axis, ...] = ("one", "simulated", "threads")
 GATHERS = ["step", "microbatch", "loss", "loss, recomputed"]
 """Where a gather may stand; a loss that is computed again gathers twice."""
-BRIDGES = ["eager", "compiled"]
-"""How ``make_backward`` runs a loss; it compiles on a single rank."""
+BRIDGES = ["", "", "", "eager", "compiled"]
+"""How ``make_backward`` runs a loss, where it does. It compiles on a single rank, which takes long."""
 GRIDS = [(0, 1), (1, 2), (2, 2)]
 """Rows and columns of a mesh; no rows: the mesh has one dimension."""
 
@@ -440,7 +440,7 @@ def choose_setup(
     axes: Sequence[Axis] = AXES,
     gathers: Sequence[str] = ("", "", "", *GATHERS),
     grids: Sequence[tuple[int, int]] = GRIDS,
-    bridges: Sequence[str] = ("", "", "", *BRIDGES),
+    bridges: Sequence[str] = ("", "", "", "eager"),
     **fixed: Any,
 ) -> Setup:
     """Chooses how to take a step, from the whole space that the theorems cover."""
