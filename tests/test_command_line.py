@@ -16,21 +16,9 @@ import purestep as ps
 from purestep.testing.accepting import PartVerdict, read_accepted, write_accepted
 from purestep.testing.html_report import render_report
 from purestep.testing.progress import CLEAR, Progress
+from tests.judged_programs import MEAN_OF_MEANS
 
 ROOT = Path(__file__).parent.parent
-MEAN_OF_MEANS = """
-import purestep as ps
-
-def update(model, optimizer, microbatches, problem):
-    optimizer.zero_grad()
-    for batch in microbatches:
-        counts = problem.weights(batch)
-        mean = (problem.losses(model, batch) * counts).sum() / counts.sum()
-        (mean / len(microbatches)).backward()
-    optimizer.step()
-
-trainer = ps.testing.loop(update)
-"""
 COMMAND = ["mine:trainer", "--laws", "T1,T3", "--cases", "40"]
 
 

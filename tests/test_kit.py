@@ -41,6 +41,7 @@ from purestep.testing.processes import World
 from purestep.testing.watch import Watch
 from purestep.testing.writing import KINDS, microbatches
 from support.plain_loop import PlainLoop
+from tests.judged_programs import MEAN_OF_MEANS
 
 Batch = dict[str, Tensor]
 Batches = Sequence[Batch]
@@ -723,21 +724,6 @@ def test_words_have_all_numbers() -> None:
     assert re.search(update, words)
 
 
-TEN_LINES = """
-import purestep as ps
-
-def update(model, optimizer, microbatches, problem):
-    optimizer.zero_grad()
-    for batch in microbatches:
-        counts = problem.weights(batch)
-        mean = (problem.losses(model, batch) * counts).sum() / counts.sum()
-        (mean / len(microbatches)).backward()
-    optimizer.step()
-
-trainer = ps.testing.loop(update)
-"""
-
-
 def test_json_of_an_infinite_error_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -761,7 +747,7 @@ LAWS_OF_MINE = ["mine:trainer", "--laws", "T1,T3", "--cases", "40"]
 @pytest.fixture
 def folder_of_mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Enters a folder that holds mine.py alone, from which it can be imported."""
-    (tmp_path / "mine.py").write_text(TEN_LINES)
+    (tmp_path / "mine.py").write_text(MEAN_OF_MEANS)
     # Before the folder is entered: the repository, for processes that run there.
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     monkeypatch.chdir(tmp_path)

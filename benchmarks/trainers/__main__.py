@@ -81,13 +81,13 @@ def where(what: str) -> Path:
 
 
 def published() -> dict[str, Any]:
-    """What results/conformance.json says."""
+    """Reads results/conformance.json."""
     path = HERE / "results" / "conformance.json"
     return json.loads(path.read_text()) if path.exists() else {"columns": []}
 
 
 def found_of(column: Column, before: dict[str, Any]) -> dict[str, Any]:
-    """What was found of a column, now or, where it was not run, before; nothing where it never was."""
+    """Returns the results of a column: of this run, else of an earlier one, else nothing."""
     known = {each["name"]: each for each in before["columns"]}.get(column.name, {})
     new = where(column.name)
     found: dict[str, Any] = known | (

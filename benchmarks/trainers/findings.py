@@ -1,4 +1,4 @@
-"""What a cell says: of what a column's verdicts are called, and in which words."""
+"""Names the verdicts on a column, as cells of the report show them."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ SIGNS = {
     "not asked": "·",
 }
 BROKEN = ("wrong", "hangs")
-"""What no sentence of a documentation excuses."""
+"""Verdicts that no documentation announces."""
 
 
 def cells(report: Mapping[str, Any]) -> list[str]:

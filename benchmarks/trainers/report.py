@@ -79,7 +79,7 @@ and "guarded" are these few lines. They hold, but for a rank without any microba
 
 
 def _broken(report: dict[str, Any]) -> str:
-    """The projects that break a promise, the variants, and by which laws."""
+    """Lists the projects that break a promise, with their variants and the laws."""
     found: dict[str, list[str]] = {}
     for column in _documented(report):
         broken = [

@@ -34,7 +34,7 @@ def _packages(columns: Sequence[Any]) -> str:
 
 
 def _designs(report: Report, columns: Sequence[Any]) -> str:
-    """The sentences, each with the laws and the variants that it is about."""
+    """Lists the sentences, each with its laws and variants."""
     said: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for column in columns:
         for law, sentence in column["promises"].items():
@@ -52,7 +52,7 @@ def _designs(report: Report, columns: Sequence[Any]) -> str:
 
 
 def _usages(columns: Sequence[Any]) -> str:
-    """What was followed, in full."""
+    """Names the documentation and the settings that were followed."""
     names: dict[tuple[str, str], list[str]] = {}
     for column in columns:
         same = column["source"], column["follows"]

@@ -33,7 +33,7 @@ def blocks(page: str) -> tuple[str, str]:
 
 
 def run(page: str) -> str:
-    """The lines that the program prints, but for those of progress bars and dictionaries of metrics."""
+    """Returns the lines that a program prints, without progress bars and dictionaries of metrics."""
     program, _ = blocks(page)
     paths = [
         str(ROOT),
