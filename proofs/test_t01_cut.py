@@ -63,7 +63,7 @@ def loss_with_terms(params: Any, batch: Batch) -> ps.LossOutput:
     return terms._replace(microbatch_loss=terms.aux["sum"][0])
 
 
-@theorem("T1", steps(**EXACT, axes=["one"], bridges=BRIDGES, normalize="loss"))
+@theorem("T1", steps(**EXACT, axes=["one"], normalize="loss"))
 def terms(system: System, drawn: StepCase) -> None:
     """∇[L + (1/M) Σₘ termₘ] over the M non-empty microbatches, whichever rank has them, and aux summed over all.
 
