@@ -249,7 +249,7 @@ def test_a_term_of_a_microbatch_without_tokens_may_be_anything() -> None:
 def test_a_cotangent_is_the_nearest_number_to_the_quotient(
     dtype: torch.dtype, num_tokens: int, weight_dtype: torch.dtype
 ) -> None:
-    """Whatever dtype holds N: float32 rounds 2²⁴ + 1, and 1/3 in float32 is not that in float64."""
+    """In float32, 2²⁴ + 1 would be rounded; and 1/3 in float32 is not 1/3 in float64."""
     total = ps.TokenCounts(torch.tensor(num_tokens), torch.tensor(1))
     w = torch.ones((), dtype=dtype)
     weights = torch.ones(1, dtype=weight_dtype)

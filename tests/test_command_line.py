@@ -35,7 +35,7 @@ def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 
 def test_failures_of_today_are_written_and_accepted(tmp_path: Path) -> None:
-    """The list that one run writes lets the next pass, until there is another failure."""
+    """With the list of one run, the next one passes; with another failure, it does not."""
     mine = tmp_path / "mine.py"
     mine.write_text(MEAN_OF_MEANS)
     written = run_command(

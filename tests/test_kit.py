@@ -842,7 +842,7 @@ def test_a_smaller_case_of_a_failure_is_no_case_asked() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_global_generators_start_alike_in_every_session(ranks: int) -> None:
-    """What a program that draws from them does wrong can be repeated."""
+    """So a wrong verdict on a program that draws from them can be repeated."""
     trainer = ps.testing.loop(shake, capabilities=Capabilities(ranks=ranks))
     first, second = [judged(trainer, "T3", cases=4) for _ in range(2)]
     assert first == second

@@ -78,7 +78,7 @@ def test_each_law_is_a_test(folder: Path) -> None:
 
 
 def test_names_options_and_other_tests_fit(folder: Path) -> None:
-    """A failure is told as the kit tells it, and ``--lf`` runs it again."""
+    """A failure shows what the kit reports, and ``--lf`` runs it again."""
     (folder / "test_others.py").write_text("def test_others(): pass\n")
     options = [
         "--trainer",

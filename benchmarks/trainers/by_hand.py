@@ -149,7 +149,7 @@ def constant(kind: str) -> Any:
 
 
 def problem_for(trainer: Any, momentum: float = 0.0) -> Problem | None:
-    """The problem of a model that says its bias, if there is one."""
+    """Makes the problem of a model whose logits are its bias, if it has one."""
     said = said_by(trainer, momentum)
     return said and said.problem
 

@@ -33,7 +33,7 @@ def title(report: Mapping[str, Any], law: str) -> str:
 
 
 def finding(column: Mapping[str, Any], law: str) -> str:
-    """What a cell says: "by design" where the documentation promises no more than what is found.
+    """Names a cell's verdict: "by design" where the documentation promises no more than is found.
 
     An optimizer that steps on a gradient of zero, as torch's do, keeps a "convention"; one that makes its parameters nan does not.
     """

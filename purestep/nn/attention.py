@@ -128,7 +128,7 @@ class MultiHeadCopy(NamedTuple):
 
 
 _COPIES: list[MultiHeadCopy] = []
-"""The one copy, once it is made."""
+"""The one copy, once it is made. Not by ``functools.cache``, into which a compiler traces."""
 
 
 def multi_head_copy() -> MultiHeadCopy:

@@ -1,4 +1,4 @@
-"""The session of ranks that each run a program: they compare what they do, and may fail alone."""
+"""The session of ranks of which each runs its own program, may differ from others, and may fail."""
 
 from __future__ import annotations
 
