@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from torch.distributed.device_mesh import init_device_mesh
 
 import purestep as ps
@@ -117,7 +118,7 @@ def test_no_false_alarm(name: str) -> None:
 @pytest.mark.parametrize("name", right_trainers.RIGHT)
 def test_no_false_alarm_in_any_style(name: str) -> None:
     """Right trainers are accepted, whatever their code, their schedule and their optimizer."""
-    ps.testing.check(right_trainers.RIGHT[name](), cases=20)
+    ps.testing.check(right_trainers.RIGHT[name](), cases=settings().max_examples // 3)
 
 
 def test_catalogue_is_complete() -> None:

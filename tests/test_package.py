@@ -63,43 +63,6 @@ def test_import_is_light_and_silent() -> None:
     python("-W", "error", "-c", IMPORT)
 
 
-MISTYPED = """
-import torch
-import purestep as ps
-
-def loss_fn(params: dict[str, torch.Tensor], row: dict[str, torch.Tensor]) -> torch.Tensor:
-    return params["w"] * row["x"]
-
-params, row = {"w": torch.zeros(2)}, {"x": torch.ones(2)}
-optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(0.1))
-step, opt_state = ps.make_update_step(loss_fn, optimizer), optimizer.init(params)
-params, opt_state, metrics = step(params, opt_state, [row])
-print(opt_state[1].mu, ps.make_update_step(lambda w, x: w * x, ps.optim.sgd(0.1)))
-step(opt_state, params, [row])
-step(params, [row], opt_state)
-step(params, opt_state, row)
-step(torch.nn.Linear(1, 1), opt_state, [row])
-"""
-
-
-def test_swapped_arguments_have_other_types(tmp_path: Path) -> None:
-    """A right call passes mypy, a lambda too; a dict for a list and a module for params do not."""
-    program = tmp_path / "program.py"
-    program.write_text(MISTYPED)
-
-    # In the repository's folder, where mypy has a cache of the package.
-    result = run([sys.executable, "-m", "mypy", str(program)])
-
-    lines_with_errors = set()
-    for message in result.stdout.splitlines():
-        if "error:" in message:
-            _, line, *_ = message.split(":")
-            lines_with_errors.add(int(line))
-    first = MISTYPED.splitlines().index("step(opt_state, params, [row])") + 1
-    expected = {first, first + 1, first + 2, first + 3}
-    assert lines_with_errors == expected, result.stdout + result.stderr
-
-
 def is_public(name: str, value: Any) -> bool:
     """Returns whether this is a public function or class of the package."""
     if not (inspect.isfunction(value) or inspect.isclass(value)):

@@ -45,17 +45,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the program ``pytest``, which does not import from the folder by itself."""
-    main = "import sys, pytest; del sys.path[0]; sys.exit(pytest.main())"
+def run_python(
+    folder: Path, program: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program that, as ``pytest`` does, imports nothing from the folder by itself."""
     return subprocess.run(
-        [sys.executable, "-c", main, "-p", "pytest_purestep", *arguments],
+        [sys.executable, "-P", "-c", program, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=240,
     )
+
+
+def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the program ``pytest`` with the plugin."""
+    main = "import sys, pytest; sys.exit(pytest.main())"
+    return run_python(folder, main, "-p", "pytest_purestep", *arguments)
 
 
 def read_outcomes(output: str) -> dict[str, str]:
@@ -137,24 +144,33 @@ def test_accepted_failures_are_expected(folder: Path) -> None:
     assert "T3 is accepted as 'refuses', and 'holds' now" in run.stdout
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["mine:nothing"], "AttributeError: module 'mine' has no attribute 'nothing'"),
-        (["mine"], "'mine' is not of the form MODULE:TRAINER"),
-        (["mine:right", "--trainer-laws", "T8"], "there is no law 'T8': they are T0"),
-        (["mine:divided_once"], "missing 4 required positional arguments"),
-        (["mine:right", "--trainer-cases", "few"], "invalid literal for int.*'few'"),
-        (["mine:right", "--trainer-accept", "none.txt"], "No such file.*none.txt"),
-    ],
-)
-def test_wrong_options_are_refused(
-    folder: Path, options: list[str], message: str
-) -> None:
-    run = run_pytest(folder, "--trainer", *options)
-    assert run.returncode == pytest.ExitCode.USAGE_ERROR
-    assert re.search(f"^ERROR: --trainer {options[0]}: .*({message})", run.stderr, re.M)
+REFUSED = {
+    "mine:nothing": "AttributeError: module 'mine' has no attribute 'nothing'",
+    "mine": "'mine' is not of the form MODULE:TRAINER",
+    "mine:right --trainer-laws T8": "there is no law 'T8': they are T0",
+    "mine:divided_once": "missing 4 required positional arguments",
+    "mine:right --trainer-cases few": "invalid literal for int.*'few'",
+    "mine:right --trainer-accept none.txt": "No such file.*none.txt",
+}
+REFUSE = f"""
+import sys
+import pytest
+
+for options in {[*REFUSED]}:
+    status = pytest.main(["-p", "pytest_purestep", "--trainer", *options.split()])
+    assert status == pytest.ExitCode.USAGE_ERROR, options
+"""
+
+
+def test_wrong_options_are_refused(folder: Path) -> None:
+    """One process tries them in turn, as torch is imported once there."""
+    run = run_python(folder, REFUSE)
+    assert run.returncode == 0, run.stderr
     assert "Traceback" not in run.stderr
+    errors = re.findall("^ERROR: --trainer (.*)", run.stderr, re.M)
+    for (options, message), error in zip(REFUSED.items(), errors, strict=True):
+        trainer, *_ = options.split()
+        assert re.match(f"{trainer}: .*({message})", error)
 
 
 @pytest.mark.parametrize(
