@@ -598,10 +598,46 @@ def test_refusals_tell_their_cause(ranks: int) -> None:
     assert re.match(expected, finding)
 
 
-def test_an_update_that_is_not_sgd_is_not_asked_for_the_equation() -> None:
+class Reporter(NamedTuple):
+    """Steps as ``right`` does, and reports the mean loss of all updates, or of the last one."""
+
+    forgets: bool
+    means: list[Tensor]
+
+    def update(
+        self, model: Any, optimizer: Any, microbatches: Batches, problem: Problem
+    ) -> dict[str, Tensor]:
+        """Makes an update, and reports the loss before it."""
+        if self.forgets:
+            self.means.clear()
+        weights = torch.cat([problem.weights(batch) for batch in microbatches])
+        losses = [problem.losses(model, batch).detach() for batch in microbatches]
+        total = (torch.cat(losses) * weights).sum()
+        self.means.append(total / weights.sum() if weights.any() else total)
+        right(model, optimizer, microbatches, problem)
+        return {"loss": torch.stack(self.means).mean()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_reports_of_an_update_that_is_not_sgd_are_those_of_the_equation(
+    dtype: torch.dtype,
+) -> None:
+    """A loss that averages all updates is seen in the second one."""
+    capabilities = Capabilities(plain_sgd=False, weights="mask", dtype=dtype)
+    findings = []
+    for forgets in (True, False):
+        reporter = Reporter(forgets, [])
+        trainer = ps.testing.loop(reporter.update, adamw, capabilities)
+        findings += judged(trainer, "T0")
+    holds, wrong = findings
+    assert holds == "holds"
+    assert re.match(r"wrong: loss: .* is not ", wrong)
+
+
+def test_an_update_that_is_not_sgd_and_reports_nothing_is_not_asked() -> None:
     trainer = ps.testing.loop(right, adamw, Capabilities(plain_sgd=False))
     (equation,) = judged(trainer, "T0")
-    reason = "its update is not plain SGD, or rounds more than that of float32"
+    reason = "its update is not plain SGD, and it reports nothing"
     assert equation == f"not asked: {reason}"
 
 

@@ -6,10 +6,17 @@ from math import inf, isfinite
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from purestep.testing.bounds import Bound, bound_relative_error, compute_bound
-from purestep.testing.case import Case, DisagreementError, RefusalError, Run, outcome
+from purestep.testing.case import (
+    Case,
+    DisagreementError,
+    RefusalError,
+    Run,
+    UnaskedError,
+    outcome,
+)
 from purestep.testing.problem import Batch, Problem
 from purestep.testing.specification import ReferenceTrainer, join_group
 from purestep.testing.trainer import Observation, Trainer
@@ -60,6 +67,62 @@ def agree(trainer: Trainer, case: Case) -> bool:
         _has_bits_of(observation.params, like.params)
         for observation, like in zip(second, likes, strict=True)
     )
+
+
+def agree_on_reports(trainer: Trainer, case: Case) -> bool:
+    """Returns whether all params of a run are finite, if its reports are those of the equation.
+
+    This is for an update that is not SGD. The equation does not know its params, so it takes the
+    trainer's. Loss, gradient norm and tokens are those of the equation at the params before the
+    last update. The evaluation is the loss at those after it. The run has a single rank.
+
+    Raises ``DisagreementError`` if a report differs by more than rounding. Raises ``UnaskedError``
+    if the trainer reports nothing about tokens, and ``RefusalError`` if it raises.
+    """
+    problem = case.problem
+    run = case.second
+    group = run.groups[-1]
+    before = problem.params()
+    if len(run.groups) > 1:
+        earlier = run._replace(acts=run.acts[:-1])
+        before = dict(outcome(trainer, problem, earlier, seed=2)[0].params)
+    (seen,) = outcome(trainer, problem, run, seed=2)
+    after = dict(seen.averages or seen.params)
+    batch = join_group(group)
+    has_tokens = batch is not None and bool(problem.weights(batch).any())
+    if has_tokens and all(getattr(seen, name) is None for name in REPORTS):
+        raise UnaskedError("its update is not plain SGD, and it reports nothing")
+
+    tokens = _count_tokens(problem, run)
+    sizes = []
+    reported = []
+    for params in (before, after):
+        moved = replace(problem, model=_move_start(problem, params))
+        bound = compute_bound(moved, [batch], tokens, trainer.capabilities)
+        equation = ReferenceTrainer()
+        equation.start(moved, 1)
+        equation.update(group)
+        sizes.append(bound.reports)
+        reported.append(equation.observe()[0])
+    at_start, at_end = reported
+    # A loss near zero is a difference of larger numbers: those before the update stand for them.
+    evaluation = max(size["loss"] for size in sizes)
+    allowed = Bound(
+        params=dict.fromkeys(before, 0.0),
+        reports={**sizes[0], "evaluation": evaluation},
+    )
+    expected = at_start._replace(params=seen.params, evaluation=at_end.loss)
+    _check_ranks(case, [seen], expected, allowed, 1.0)
+    return all(bool(p.isfinite().all()) for p in seen.params.values())
+
+
+def _move_start(problem: Problem, params: Mapping[str, Tensor]) -> nn.Module:
+    """Returns the problem's model with other parameters, rounded to its dtype."""
+    model = problem.module()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(params[name])
+    return model
 
 
 def _has_bits_of(params: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
@@ -116,13 +179,11 @@ def nudge_start(problem: Problem, nudge: float, seed: int) -> Problem:
     The signs are drawn from the seed.
     """
     generator = torch.Generator().manual_seed(seed)
-    model = problem.module()
-    with torch.no_grad():
-        for p in model.parameters():
-            signs = 2 * torch.randint(0, 2, p.shape, generator=generator) - 1
-            moved = p.double() + nudge * signs * (1 + p.double().abs())
-            p.copy_(moved)
-    return replace(problem, model=model)
+    moved = {}
+    for name, p in problem.params().items():
+        signs = 2 * torch.randint(0, 2, p.shape, generator=generator) - 1
+        moved[name] = p.double() + nudge * signs * (1 + p.double().abs())
+    return replace(problem, model=_move_start(problem, moved))
 
 
 def _distance(x: Any, y: Any) -> float:

@@ -198,6 +198,10 @@ class RefusalError(Exception):
     """Reports that a trainer raised, or that its params have other names or another dtype."""
 
 
+class UnaskedError(Exception):
+    """Reports that a trainer shows nothing that a law is about, and says why."""
+
+
 class DisagreementError(AssertionError):
     """Reports two runs that must agree and do not, and describes the ``case``.
 

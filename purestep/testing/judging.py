@@ -8,7 +8,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from purestep.testing.case import Case, DisagreementError, RefusalError
+from purestep.testing.case import (
+    Case,
+    DisagreementError,
+    RefusalError,
+    UnaskedError,
+)
 from purestep.testing.catalogue import LAWS, TrainerLaw
 from purestep.testing.draws import counterexample
 from purestep.testing.trainer import Trainer
@@ -205,6 +210,14 @@ def _judge_law(trainer: Trainer, law: TrainerLaw, budget: _Budget) -> Verdict:
     obstacle = law.find_obstacle(trainer)
     if obstacle:
         return Verdict(law, "not asked", reason=obstacle)
+    try:
+        return _judge_parts(trainer, law, budget)
+    except UnaskedError as unasked:
+        return Verdict(law, "not asked", reason=str(unasked))
+
+
+def _judge_parts(trainer: Trainer, law: TrainerLaw, budget: _Budget) -> Verdict:
+    """Judges each part of a law; their verdict is the worst one."""
     if len(law.parts) == 1:
         return _judge_part(trainer, law, law.parts[0], budget)
     per_part = math.ceil(budget.cases / len(law.parts))
