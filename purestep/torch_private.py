@@ -64,7 +64,7 @@ forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level"
 
 
 def transforms_differentiate() -> bool:
-    """Returns whether one of the active transforms of ``torch.func`` is not a ``vmap``."""
+    """Returns whether a transform of ``torch.func`` other than ``vmap`` is active."""
     interpreters = _get_interpreters() or []
     return any(interpreter.key().name != "Vmap" for interpreter in interpreters)
 
@@ -95,7 +95,7 @@ results must be known beforehand.
 
 
 def let_length_vary(tensor: Tensor) -> None:
-    """Tells the compiler that the size of dimension 0 varies, and that the others do not."""
+    """Marks a tensor for the compiler: the size of dimension 0 varies, and the others do not."""
     import torch._dynamo  # It takes a second.
 
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -129,8 +129,8 @@ def checkpoint_frame() -> Any | None:
     """Returns torch's ``_CheckpointFrame`` of the innermost checkpoint in its first run, or None.
 
     It is None, too, if other hooks on saved tensors lie inside that checkpoint. The frame has
-    ``recompute_fn``, which the backward pass calls. A checkpoint puts hooks on what is saved for
-    the backward pass, and their closure has the frame.
+    ``recompute_fn``, which the backward pass calls; RuntimeError if torch's no longer has it. A
+    checkpoint puts hooks on what is saved for the backward pass, and their closure has the frame.
     """
     hooks = _saved_tensors_hooks(False)
     if not hooks:
@@ -210,7 +210,8 @@ call_module: Callable[..., Any] = _private("nn.Module._call_impl")
 def replace_call(module: torch.nn.Module, function: Callable[..., Any]) -> None:
     """Makes calls of one module run ``function`` instead of the module's hooks and ``forward``.
 
-    It sets the attribute that ``module.compile()`` sets.
+    It sets the attribute that ``module.compile()`` sets. Raises RuntimeError if torch no longer has
+    this attribute.
 
     >>> layer = torch.nn.Identity()
     >>> replace_call(layer, lambda x: 2 * call_module(layer, x))
@@ -250,7 +251,10 @@ def foreach(name: str) -> Callable[..., Any]:
 
 
 def multiply_by_one(column: Sequence[Tensor]) -> list[Tensor]:
-    """Clones tensors of one dtype, to the bit: by a product with 1, or one by one if bool."""
+    """Returns clones, equal to the bit, of tensors of one dtype; there is at least one.
+
+    They are products with 1, or clones one by one if bool.
+    """
     if column[0].dtype == torch.bool:
         return [leaf.clone() for leaf in column]
     multiply = foreach("mul")
@@ -379,7 +383,7 @@ def original_function(function: Any) -> Any | None:
 
 
 def watch_operations(look: Callable[[Any, Any, Any], None]) -> Any:
-    """Makes a context that passes each operation and its arguments to ``look`` before it runs."""
+    """Makes a context that calls ``look(operation, args, kwargs)`` before each operation runs."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
@@ -404,7 +408,7 @@ def bind_arguments(
 ) -> dict[str, tuple[Any, bool]]:
     """Returns each argument of an operation by name, and whether the operation writes to it.
 
-    Arguments that the call leaves out have their default values.
+    Arguments that the call leaves out have their default values; without one they are missing.
     """
     arguments = {}
     for i, parameter in enumerate(operation._schema.arguments):
@@ -425,7 +429,10 @@ def bind_arguments(
 def may_draw_random(
     operation: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """Returns whether an operation draws random numbers. Attention does so if it drops anything."""
+    """Returns whether an operation may draw random numbers.
+
+    One with the argument ``dropout_p``, as attention has it, draws only if that is not 0.
+    """
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     arguments = bind_arguments(operation, args, kwargs)
@@ -456,11 +463,12 @@ def traced_metadata(structure: Any) -> Any:
 
 
 def call_forward_of_object(attributes: dict[str, Any]) -> None:
-    """Lets a module that is made in a trace call the ``forward`` among its attributes.
+    """Makes torch 2.11's compiler call a module's ``forward`` that is among its attributes.
 
-    torch 2.11's compiler calls the class's where a module has no hooks, and then fails on
+    ``attributes`` is the ``__dict__`` of a module made in a trace; a mark is written into it. The
+    compiler would call the class's ``forward`` if a module has no hooks. It then fails on
     ``@torch.no_grad()``, as rotary embeddings of transformers have it. So this marks a hook that
-    does not exist.
+    does not exist. With later torch it does nothing.
     """
     if _TORCH_2_11:
         attributes["_forward_pre_hooks_with_kwargs"][None] = True
@@ -469,8 +477,9 @@ def call_forward_of_object(attributes: dict[str, Any]) -> None:
 def check_no_rand_in_trace() -> None:
     """Raises ValueError in a trace of torch 2.11 that has called ``torch.rand`` up to here.
 
-    Its compiler hides ``torch.rand`` from function modes: a layer that drops paths by it would
-    draw from the global generator, not from its keys. Does nothing outside of a trace.
+    Its compiler hides ``torch.rand`` from function modes: a layer that drops paths by it would draw
+    from the global generator, not from its keys. Does nothing outside of a trace, or with later
+    torch.
     """
     if not _TORCH_2_11:
         return
@@ -510,7 +519,7 @@ def backward_hooks_of(module: Any) -> dict[int, Any]:
 
 
 def has_backward_hooks(modules_or_tensors: Iterable[Any]) -> bool:
-    """Returns whether one of these has hooks on its backward pass.
+    """Returns whether any of these has hooks on its backward pass, or on its accumulated gradient.
 
     Finds none if torch no longer has these attributes.
     """

@@ -63,7 +63,7 @@ def check_normalize(
 ) -> None:
     """Raises ValueError if ``normalize="loss"`` has no ``weight_fn``.
 
-    Also raises if ``accum_dtype`` is not None, and none of ``FLOAT_DTYPES``.
+    Also raises ValueError if ``accum_dtype`` is not None, and none of ``FLOAT_DTYPES``.
     """
     if weight_fn is None and normalize == "loss":
         raise ValueError(
@@ -86,8 +86,9 @@ def check_inputs(
 ) -> None:
     """Raises if a step cannot take these params, or if donated leaves share memory.
 
-    Memory is not checked where a compiler, a transform or autograd follows these trees.
-    Microbatches are checked only in a list or tuple.
+    The errors are those of ``check_params`` and ``check_no_aliasing``. Memory is checked only with
+    ``donate``, and not where a compiler, a transform or autograd follows these trees. Microbatches
+    are checked only in a list or tuple.
     """
     check_params(params, axis)
     if donate and tree.is_plain_eager(params, opt_state):
@@ -98,8 +99,9 @@ def check_inputs(
 def check_params(params: Params, axis: Axis) -> None:
     """Raises unless params are plain, dense tensors of ``FLOAT_DTYPES`` on one device.
 
-    A module, a tree without leaves, a DTensor or a meta tensor raises. Also raises for shards of a
-    wrong shape, or over an axis that does not fit the step's ``axis``.
+    TypeError is for a module, a DTensor, and other leaves that cannot be params. ValueError is for
+    a tree without leaves, a meta tensor, and several devices. It is also for shards of a wrong
+    shape, or over an axis that does not fit the step's ``axis``.
     """
     leaves = tree.leaves(params)
     if isinstance(params, torch.nn.Module):
@@ -140,9 +142,9 @@ def _can_be_param(leaf: Any) -> bool:
 
 
 def check_no_graph(params: Params, axis: Axis) -> None:
-    """Raises ValueError if new params require grad, as where a learning rate does.
+    """Raises ValueError if the new params of a step over ``axis`` require grad.
 
-    No rank would see the whole graph.
+    They do where a learning rate does. No rank would see the whole graph.
     """
     if tree.any_requires_grad(params):
         raise ValueError(
@@ -152,10 +154,11 @@ def check_no_graph(params: Params, axis: Axis) -> None:
 
 
 def check_no_grad_leaves(leaves: Sequence[Any], spec: tree.TreeSpec) -> None:
-    """Raises TypeError if leaves of autograd require grad: their graph would grow with each step.
+    """Raises TypeError if a leaf requires grad and was computed from nothing, as a parameter.
 
-    In a transform or a compiler, only an ``nn.Parameter`` is known to be a leaf of autograd. The
-    leaves that another step makes, around this one, pass there.
+    Its graph would grow with each step. In a transform or a compiler, only an ``nn.Parameter`` is
+    known to be computed from nothing. The leaves that another step makes, around this one, pass
+    there. ``spec`` names the leaf in the error.
     """
     is_plain = tree.is_plain_eager()
     for position, leaf in enumerate(leaves):
@@ -174,7 +177,7 @@ def check_no_grad_leaves(leaves: Sequence[Any], spec: tree.TreeSpec) -> None:
 
 
 def reused_donation_error(name: str) -> ValueError:
-    """Returns the error for a tree that was donated to an earlier step."""
+    """Returns the ValueError for a tree, called ``name``, that was donated to an earlier step."""
     return ValueError(
         f"{name} was donated to an earlier step, which wrote the new values over it: go on with "
         "what that step returned, or keep a copy, tree.map(torch.clone, params)"
@@ -184,20 +187,20 @@ def reused_donation_error(name: str) -> ValueError:
 def is_leaf_of_step(x: Any) -> bool:
     """Returns whether a tensor is a leaf that a step has made to differentiate one microbatch.
 
-    ``apply`` makes such a leaf an ``nn.Parameter`` to ``isinstance``.
+    ``apply`` makes these leaves ``nn.Parameter`` to ``isinstance``.
     """
     return hasattr(x, LEAF_OF_STEP)
 
 
 def mark_donated(leaf: Tensor) -> None:
-    """Marks a leaf as donated: its memory holds the new values."""
+    """Marks a leaf, by an attribute, as donated: its memory holds the new values."""
     leaf.__dict__[DONATED] = True
 
 
 def wrong_length_error(
     microbatches: Sequence[Microbatch], more_or_fewer: str
 ) -> ValueError:
-    """Returns the error for a sequence that yields more or fewer microbatches than its length."""
+    """Returns the ValueError for a sequence that yields more or fewer items than its length."""
     return ValueError(
         f"microbatches yields {more_or_fewer} than the {len(microbatches)} microbatches of its "
         "length: return the number of microbatches from __len__"
@@ -205,7 +208,7 @@ def wrong_length_error(
 
 
 def no_dependence_error() -> ValueError:
-    """Returns the error for losses that do not depend on params."""
+    """Returns the ValueError for losses that do not depend on params."""
     return ValueError(
         "loss_fn gives losses that do not depend on params: no gradient reaches any of their "
         "leaves. Perhaps it calls a module itself instead of what ps.from_module(module) or "
@@ -224,7 +227,7 @@ def _raise_not_a_param(path: str, leaf: Any) -> NoReturn:
 
 
 def _check_shards(params: Params, leaves: Sequence[Tensor], axis: Axis) -> None:
-    """Raises if a shard has a wrong shape, or lies over an axis that the step cannot take.
+    """Raises ValueError if a shard has a wrong shape, or is over an axis that the step cannot take.
 
     A shard's axis must be a subaxis of the step's, or share no ranks with it. A ``Shard`` around
     another one must share none.
@@ -261,8 +264,9 @@ def check_no_aliasing(
 ) -> None:
     """Raises ValueError if a donated leaf shares a storage with another one, or with a microbatch.
 
-    Also raises if a leaf has more elements than its storage, as ``expand`` makes it. A leaf without
-    elements shares nothing.
+    Also raises if a leaf has more elements than the memory it spans, as ``expand`` makes it. A leaf
+    without elements shares nothing. Only strided tensors are compared; in microbatches those in
+    mappings, too.
     """
     owners: dict[torch.UntypedStorage, str] = {}
     for name, leaf in _tensors_by_path((params, opt_state), "(params, opt_state)"):
@@ -303,7 +307,10 @@ def _check_unaliased(
 
 
 def _tensors_by_path(value: Tree, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yields path and tensor of each strided leaf; nested and sparse ones have several storages."""
+    """Yields path and tensor of each strided leaf, and leaves out all others.
+
+    Nested and sparse tensors have several storages.
+    """
     paths = tree.paths(value, name)
     for path, leaf in zip(paths, tree.leaves(value), strict=True):
         if not isinstance(leaf, Tensor) or leaf.is_nested:
@@ -322,10 +329,10 @@ def _path_in(spec: tree.TreeSpec, position: int) -> str:
 
 @contextmanager
 def forbid_writes(leaves: Sequence[Tensor], spec: tree.TreeSpec) -> Iterator[None]:
-    """Raises ValueError at the end of the context if the loss has written to params.
+    """Raises ValueError at the end of the context if one of ``leaves``, the params, was written to.
 
-    It checks nothing in a transform or a compiler, nor if any leaf is a tensor of inference mode:
-    these have no versions.
+    ``spec`` names the leaf in the error. It checks nothing in a transform or a compiler, nor if any
+    leaf is a tensor of inference mode: these have no versions.
     """
     versions: list[int] = []
     if tree.is_plain_eager() and not any(leaf.is_inference() for leaf in leaves):
@@ -370,9 +377,10 @@ def reachable_leaves(terms: Sequence[Tensor]) -> list[Tensor]:
 def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> None:
     """Warns if a loss computes with a module's parameters, of which params are copies.
 
-    A penalty over ``module.parameters()`` beside ``apply(params, ...)`` is such a loss. To a step
-    these are constants, so the penalty has no gradient. Copies are known by equal values on the
-    host. It does not warn if the loss reaches no param.
+    ``leaves`` are those that the loss's graph reaches. A penalty over ``module.parameters()``
+    beside ``apply(params, ...)`` is an example. To a step these are constants, so the penalty has
+    no gradient. Copies are known by equal values on the host. It does not warn if the loss reaches
+    no param.
     """
     param_ids = {id(param) for param in params}
     if not any(id(leaf) in param_ids for leaf in leaves):

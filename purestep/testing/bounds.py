@@ -43,7 +43,7 @@ class Bound(NamedTuple):
     reports: dict[str, float]
 
     def widened(self, other: "Bound") -> "Bound":
-        """Returns the sum of two bounds."""
+        """Returns a bound of the sums: entry by entry, this one's plus that of ``other``."""
         params = {name: size + other.params[name] for name, size in self.params.items()}
         reports = {
             name: size + other.reports[name] for name, size in self.reports.items()
@@ -69,14 +69,16 @@ def compute_bound(
     tokens: int,
     capabilities: Capabilities,
 ) -> Bound:
-    """Bounds the errors by rounding after one update on each of these batches.
+    """Returns bounds on the rounding errors of params and reports after an update on each batch.
 
-    ``tokens`` is how many tokens the updates sum in all, padding included. For a model other than
-    ``Linear`` the bound is an estimate. Reports are those of the last update. Raises
-    ``AssertionError`` if there are too many roundings for the dtype.
+    A bound of a param is on the error's norm. Those of "loss", "grad_norm", "num_tokens" and
+    "evaluation" are for the last update. None in ``batches`` is an update without data. ``tokens``
+    is how many tokens the updates sum in all, padding included. For a model other than ``Linear``
+    the bounds are estimates. Raises ``AssertionError`` if there are too many roundings.
 
-    Where numbers are chosen exact, since the dtype is coarse, only the step rounds: once, relative
-    to the start. Losses round as they are summed.
+    In a coarse dtype all numbers are exact before the step. So a param has the bound of one
+    rounding of its start. A report has that of a sum over tokens: a huge number, in place of an
+    error, for too many roundings.
     """
     if isinstance(problem.model, Linear):
         majorants = _linear_majorants(problem, batches)
@@ -101,7 +103,7 @@ def compute_bound(
 
 
 def _bound_coarse_sum(tokens: int, dtype: torch.dtype) -> float:
-    """Returns γₙ for a sum over tokens of squared errors, or a large number without a bound."""
+    """Returns γₙ for a sum of squared errors over tokens; ``UNBOUNDED`` if n u is 0.5 or more."""
     unit = torch.finfo(dtype).eps / 2
     num_roundings = 2 * tokens + 16
     if num_roundings * unit >= 0.5:
@@ -112,9 +114,10 @@ def _bound_coarse_sum(tokens: int, dtype: torch.dtype) -> float:
 def bound_relative_error(
     problem: Problem, num_updates: int, tokens: int, capabilities: Capabilities
 ) -> float:
-    """Returns γₙ for all roundings of a run in a row: one only, where numbers are chosen exact.
+    """Returns γₙ, where n is the number of roundings in a row in a run; it is 1 in a coarse dtype.
 
-    ``tokens`` is how many tokens its updates sum in all, padding included.
+    ``tokens`` is how many tokens its updates sum in all, padding included. Raises
+    ``AssertionError`` if n roundings have no bound in the dtype.
     """
     if capabilities.is_coarse:
         return rounding_bound(1, capabilities.dtype)
@@ -133,11 +136,12 @@ def _largest_count(problem: Problem, batches: Batches) -> float:
 
 
 def _linear_majorants(problem: Problem, batches: Batches) -> _Majorants:
-    """Computes the majorants of the linear model, by its updates on absolute values.
+    """Returns the majorants of a ``Linear`` model's run: its results on absolute values.
 
     Each update is a polynomial of the data. Here no two terms of it have different signs: the
-    targets are negative, since they are subtracted, and so is the learning rate. Batches without
-    weight are left out.
+    targets are negative, since they are subtracted, and so is the learning rate. Inputs are as
+    large as dropout makes them. Reports are those of the last batch with weight, and the evaluation
+    is on it, afterwards. Without any, all but the parameters' norms are 0.
     """
     params = problem.params()
     weight = params["weight"].abs()

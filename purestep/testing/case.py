@@ -64,7 +64,7 @@ class Case:
     part: str = ""
 
     def describe(self) -> str:
-        """Describes the case in words: both labels, the numbers of SGD, and the updates.
+        """Returns the case in words: both labels, SGD's numbers that are not 0, and the updates.
 
         The updates are those of the run that has more of them. The start of a ``Linear`` is
         described, too.
@@ -86,9 +86,10 @@ class Case:
         return max(self.first, self.second, key=lambda run: len(run.groups))
 
     def reproducer(self) -> str:
-        """Returns the case as the text of a program, which needs a ``trainer`` of yours.
+        """Returns a program that does both runs, and prints what is observed at the end of each.
 
-        Unless the model is ``Linear``, the program also needs names ``task`` and ``model``.
+        Its reader must define ``trainer`` and, unless the model is ``Linear``, ``task`` and
+        ``model``. Without ``first``, a ``ReferenceTrainer`` makes the second run first.
         """
         model = self.problem.model
         args = ["task", "model"]
@@ -112,10 +113,11 @@ class Case:
     __repr__ = reproducer
 
     def coverage(self) -> dict[str, Any]:
-        """Counts the second run's microbatches in the last update, its ranks and its updates.
+        """Returns the number of microbatches in the last update, of ranks and of updates.
 
-        The keys are "microbatches", "ranks", "updates" and "weights". "weights" is the kind of the
-        first run's weights in its last update: "0 and 1", "whole" or "fractions".
+        These are the second run's; their keys are "microbatches", "ranks" and "updates". "weights"
+        is "0 and 1", "whole" or "fractions", as the weights in the first run's last update are.
+        Without a first run, it is about the second.
         """
         first = self.first or self.second
         batch = join_group(first.groups[-1])
@@ -223,8 +225,8 @@ CHAINED = re.compile(r"\n\n(?:The above exception was|During handling of)")
 def describe_cause(error: BaseException) -> str:
     """Describes the first exception of a chain, and where it was raised, in one line.
 
-    If it is not ``error`` itself, the type and the first line of ``error`` follow. ``error`` must
-    have been raised.
+    The message ends after 400 characters. If the exception is not ``error`` itself, the type and
+    the first line of ``error`` follow. ``error`` must have been raised.
     """
     text = "".join(traceback.format_exception(error))
     innermost = CHAINED.split(text)[0]
@@ -243,15 +245,14 @@ def describe_cause(error: BaseException) -> str:
 def outcome(
     trainer: Trainer, problem: Problem, run: Run, seed: int = 1
 ) -> Sequence[Observation]:
-    """Returns what each rank sees after a run on copies of the data; the first one evaluates, too.
+    """Starts the trainer, does a run on copies of the data, and returns what each rank sees.
 
-    ``changed`` lists the data and global state that the run has changed. Afterwards, the global
-    state of this process is put back.
+    The first observation has an evaluation, if the trainer can evaluate and a token has weight.
+    ``changed`` lists the data and global state that the run has changed. During the run the global
+    generators are seeded by ``seed``; afterwards the global state of this process is put back.
 
-    ``seed`` is that of the global generators.
-
-    Raises ``RefusalError`` if the trainer raises, or has params of other names than the problem's
-    or of another dtype than it declares.
+    Raises ``RefusalError`` if the trainer raises an ``Exception``. It also does if params or
+    averages have other names than the problem's params, or params another dtype than declared.
     """
     watch = Watch(seed)
     try:
@@ -295,8 +296,10 @@ def _do_run(
 ) -> list[Observation]:
     """Starts the trainer, does the run's acts, and returns what each rank sees at its end.
 
-    The first rank evaluates the last group, as ``_look`` does. Its rows are made twice as long,
-    unless the task has a vocabulary. "restart" saves, updates once more, starts anew, and loads.
+    First it selects the run's setting, if any. Acts between updates take the group of the last
+    update, or of the first one to come. "restart" saves, updates once more, starts anew, and loads.
+    "look" observes, and evaluates each rank's first microbatch. At the end the trainer evaluates
+    the last group. Its rows are made twice as long, unless the task has a vocabulary.
     """
     if run.setting is not None:
         trainer.select_setting(run.setting)
@@ -325,9 +328,9 @@ def _do_run(
 def _look(
     trainer: Any, problem: Problem, group: Group, watch: Watch
 ) -> list[Observation]:
-    """Observes a trainer, and lets it evaluate a group if it can and there are tokens.
+    """Observes a trainer; adds the evaluation of a group to the first rank's observation.
 
-    The evaluation goes to the first observation.
+    It does not evaluate if the trainer cannot, or if no token of the group has weight.
     """
     first, *others = trainer.observe()
     if isinstance(trainer, Evaluating) and _has_tokens(problem, group):

@@ -163,10 +163,10 @@ def _check_equation(trainer: Any, case: Case) -> bool:
 
 
 def _check_purity(trainer: Any, case: Case) -> bool:
-    """Returns True, or raises ``DisagreementError``; what it checks depends on ``case.part``.
+    """Returns True if the purity named by ``case.part`` holds, else raises ``DisagreementError``.
 
-    For "bits" the two runs must end in the same bits. For "inputs" and "global state" only the
-    second run is done, and must leave them as they were on every rank.
+    For "bits" the two runs must end in the same bits. For the other parts only the second run is
+    done: on each rank it must leave "inputs", its microbatches, or "global state" as they were.
     """
     if case.part == "bits":
         if not agree(trainer, case):

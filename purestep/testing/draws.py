@@ -30,9 +30,10 @@ class Draw:
     count: int = 0
 
     def one(self, options: Sequence[T]) -> T:
-        """Returns one of the options, notes its position in ``used``, and advances the address.
+        """Returns the option chosen at the current address, and goes on to the next address.
 
-        A position in ``choices`` counts modulo the number of options.
+        The position is that in ``choices``, modulo the number of options. If there is none, it is
+        random by ``rng``, or 0 without ``rng``. It is noted in ``used``.
         """
         address = (*self.scope, self.count)
         self.count += 1
@@ -43,7 +44,7 @@ class Draw:
         return options[index]
 
     def many(self, numbers: Sequence[int]) -> list[Draw]:
-        """Chooses one of the numbers, and returns as many draws, each with a separate scope."""
+        """Chooses one of the numbers by ``one``, and returns as many draws, in separate scopes."""
         scope = (*self.scope, self.count)
         draws = []
         for i in range(self.one(numbers)):
@@ -67,15 +68,16 @@ def counterexample(
     shrink: int,
     seed: object,
 ) -> AssertionError | None:
-    """Returns the error of the smallest case found in which the claim fails; None: it holds in all.
+    """Returns the error of the smallest case found in which the claim fails; None if all hold.
 
-    Exceptions other than ``AssertionError`` pass through.
+    The same seed gives the same cases. An exception that ``case`` raises passes through, and so
+    does one of ``claim`` that is no ``AssertionError``.
 
     Args:
-        case: makes a case of choices. The first of them takes its options in turn.
+        case: makes a case by a ``Draw``. Its first choice takes each option in turn.
         claim: raises ``AssertionError`` where it does not hold.
-        most: how many cases are tried.
-        shrink: on how many further cases a smaller one is sought.
+        most: how many cases are tried, up to the first in which the claim fails.
+        shrink: on how many further cases a smaller one is sought, at most.
         seed: what the cases are drawn from.
 
     >>> def claim(numbers):
@@ -116,7 +118,10 @@ class _Shrinker:
     tried: list[Choices] = field(default_factory=list)
 
     def shrink(self) -> AssertionError:
-        """Tries changes until none makes the draw simpler; returns the simplest one's error."""
+        """Tries changes until none makes the draw simpler, or until ``most`` draws are tried.
+
+        Returns the error of the simplest draw in which the claim still fails.
+        """
         before = None
         while before != self.draw.used:
             before = self.draw.used
@@ -124,7 +129,7 @@ class _Shrinker:
         return self.error
 
     def _try_changes(self, used: Choices) -> None:
-        """Tries to leave draws out, to reset them, and to lower single choices.
+        """Tries to leave out draws of ``used``, to reset them, and to lower single choices.
 
         Each change in which the claim still fails replaces ``draw`` and ``error`` at once.
         """
@@ -155,7 +160,10 @@ class _Shrinker:
 
 
 def _list_scopes(used: Choices) -> list[Address]:
-    """Lists the scopes of all draws of ``many``: outer ones first, and the last of many first."""
+    """Lists the scopes of the draws of ``many`` that made a choice.
+
+    Outer scopes stand before inner ones, and of the draws of one ``many`` the last stands first.
+    """
     scopes: set[Address] = set()
     for address in used:
         for end in range(2, len(address), 2):
@@ -169,9 +177,10 @@ def _list_scopes(used: Choices) -> list[Address]:
 
 
 def _remove_draw(scope: Address, choices: Choices) -> Choices:
-    """Returns the choices with one of many draws left out, and those behind it moved up.
+    """Returns the choices with one draw of ``many`` left out, and those behind it moved up.
 
-    If their number is the lowest option, it returns ``choices``.
+    The choice of their number is lowered by one. If it is already the lowest option, the function
+    returns ``choices``.
     """
     parent = scope[:-1]
     index = scope[-1]
@@ -204,7 +213,7 @@ def _lower(
     choices: Choices,
     step: Callable[[int], int],
 ) -> Choices:
-    """Returns the choices with ``step`` applied to one of them, unless it is 0 or missing."""
+    """Returns the choices with ``step`` applied to one, or unchanged if that is 0 or missing."""
     option = choices.get(address)
     if not option:
         return choices

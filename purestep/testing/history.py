@@ -67,13 +67,14 @@ def draw_updates(
 def draw_joined_updates(
     draw: Draw, capabilities: Capabilities, size: int, *, by_rows: bool, keyed: bool
 ) -> History:
-    """Draws up to five updates on ``size`` ranks, which the first run makes on one.
+    """Draws up to five updates, on ``size`` ranks in the second run and on one rank in the first.
 
-    Both runs count the same tokens. With ``by_rows``, the first run joins equal microbatches.
+    Both runs count the same tokens. An update of one microbatch gets a copy of it; with
+    ``by_rows``, the first run has both as rows of one microbatch. A task with a model gets none.
 
-    An update that is not SGD has no bound for what follows on a rounding. For it, the microbatches
-    of an update are copies of one token, as many as a power of two. So their gradients have the
-    same bits in both runs. Without such copies there are no updates.
+    Where rounding in several updates has no bound (``capabilities.is_bounded`` is False), gradients
+    must have the same bits in both runs. So the microbatches of an update are copies of one token,
+    as many as a power of two. ``_draw_copies`` says where there are no updates.
     """
     if not capabilities.is_bounded:
         return _draw_copies(draw, capabilities, size, by_rows=by_rows, keyed=keyed)
@@ -94,7 +95,10 @@ def draw_joined_updates(
 def _draw_copies(
     draw: Draw, capabilities: Capabilities, size: int, *, by_rows: bool, keyed: bool
 ) -> History:
-    """Draws updates whose microbatches are copies of one token, as many on each rank.
+    """Draws up to five updates whose microbatches are copies of one token, as many on each rank.
+
+    With ``by_rows``, the first run has them as rows of one microbatch, else as microbatches on one
+    rank. Their number is a power of two, so there are no updates unless ``size`` is one.
 
     For a task with a model, they are copies of one row, in one update at most. These have the same
     bits as microbatches, but not as rows: so there are none on a single rank.
@@ -119,7 +123,7 @@ def _draw_copies(
 
 
 def _draw_token(draw: Draw, capabilities: Capabilities, *, keyed: bool) -> Batch:
-    """Draws a batch of one token, whose weight is 1."""
+    """Draws a batch of one token, whose weight is 1; with ``keyed``, its "key" is 0."""
     x, y = draw.one(TOKENS)
     weight_dtypes = {"mask": torch.bool, "whole": torch.int64}
     token = {
@@ -135,7 +139,7 @@ def _draw_token(draw: Draw, capabilities: Capabilities, *, keyed: bool) -> Batch
 
 
 def _join_copies(batches: Sequence[Batch], *, by_rows: bool) -> Group:
-    """Puts equal microbatches on one rank: as they are, or as the rows of one of them."""
+    """Puts equal microbatches on one rank: as they are, or with ``by_rows`` as rows of one."""
     if not by_rows:
         return [[*batches]]
     rows = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}

@@ -93,7 +93,9 @@ SECTION = Template("""\
 
 
 def render_report(trainer: str, command: str, verdicts: Sequence[PartVerdict]) -> str:
-    """Renders verdicts as a page: a table, and each failure with its smallest case.
+    """Returns a page of HTML: a table of verdicts, and each failure with its smallest case.
+
+    It also states the time and ``command``.
 
     Args:
         trainer: its name, for the title.
@@ -116,7 +118,7 @@ def render_report(trainer: str, command: str, verdicts: Sequence[PartVerdict]) -
 
 
 def _summarize(verdicts: Sequence[PartVerdict]) -> str:
-    """Counts the verdicts of each status, and those that are not as expected."""
+    """Returns, in words, how many verdicts have each status, and how many are not as expected."""
     words = []
     for status in ("holds", "wrong", "refuses", "not asked"):
         number = sum(item.verdict.status == status for item in verdicts)

@@ -39,12 +39,13 @@ def jax_loop(
     0. The numbers of the problem differ from case to case: pass them to what is jitted.
 
     Raises ``ValueError`` for several ranks, for a task that has a model of torch's, and for float64
-    unless ``jax_enable_x64`` is set.
+    unless ``jax_enable_x64`` is set. The trainer's ``update`` raises it for a microbatch that is
+    larger than all sizes.
 
     Args:
         update: ``update(params, opt_state, microbatches, problem)`` returns new params and state,
-            and perhaps a mapping of what it reports, such as "loss". Params and microbatches are
-            dicts of arrays.
+            and perhaps a mapping of numbers that it reports, by their names in ``Observation``,
+            such as "loss". Params and microbatches are dicts of arrays.
         init: ``init(params, problem)`` returns the optimizer state; None: the state is None.
         capabilities: of the trainer. JAX computes in float32 unless it is configured otherwise.
         rows: sizes for the number of rows.
@@ -103,7 +104,10 @@ class JaxTrainer:
         self._lengths = lengths
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """Makes new arrays of the problem's parameters, and an optimizer state by ``init``."""
+        """Makes new arrays of the problem's parameters, and an optimizer state by ``init``.
+
+        ``ranks`` makes no difference: there is one.
+        """
         self._problem = problem
         self._params = _to_arrays(problem.params())
         self._opt_state = None
@@ -112,7 +116,10 @@ class JaxTrainer:
         self._reported: Mapping[str, Any] = {}
 
     def update(self, group: Group) -> None:
-        """Pads the microbatches of the only rank, and calls ``update`` on them."""
+        """Pads the microbatches of the only rank, and calls the pure update on them.
+
+        Its results replace params and state. ``observe`` returns what it reports, if it does.
+        """
         (microbatches,) = group
         padded = self._pad(microbatches)
         arrays = [_to_arrays(batch) for batch in padded]
@@ -121,21 +128,24 @@ class JaxTrainer:
         self._reported = reported[0] if reported else {}
 
     def observe(self) -> Sequence[Observation]:
-        """Returns copies of the params as tensors, and what the last update reported."""
+        """Returns one observation: the params, copied to tensors, and the last update's reports."""
         params = {name: _to_tensor(p) for name, p in self._params.items()}
         reported = {name: float(value) for name, value in self._reported.items()}
         return [Observation(params, **reported)]
 
     def save(self) -> Any:
-        """Returns copies of params and state, which a jitted function may donate later."""
+        """Returns copies of params and state: a jitted function may later donate the originals."""
         return copy.deepcopy((self._params, self._opt_state))
 
     def load(self, saved: Any) -> None:
-        """Puts copies of a saved state back, so that it can be loaded again."""
+        """Puts copies of a saved state in place, so that the saved one can be loaded again."""
         self._params, self._opt_state = copy.deepcopy(saved)
 
     def _pad(self, microbatches: Sequence[Batch]) -> list[Batch]:
-        """Pads all microbatches to the same sizes. What is added counts for nothing."""
+        """Returns copies of the microbatches, padded to equal sizes by what counts for nothing.
+
+        Raises ``ValueError`` if a microbatch is larger than all sizes.
+        """
         if not microbatches:
             return []
         task = self._problem.task
@@ -155,7 +165,7 @@ class JaxTrainer:
 
 
 def _fit_size(number: int, sizes: Sequence[int], name: str) -> int:
-    """Returns the smallest size that is not below the number; ``ValueError`` if there is none."""
+    """Returns the smallest size that is not below the number; raises ``ValueError`` without one."""
     fitting = [size for size in sizes if size >= number]
     if not fitting:
         raise ValueError(f"a microbatch has {number} {name}: jax_loop({name}={sizes})")
@@ -163,7 +173,7 @@ def _fit_size(number: int, sizes: Sequence[int], name: str) -> int:
 
 
 def _enlarge(x: Tensor, sizes: Sequence[int], fill: float) -> Tensor:
-    """Returns a copy whose first dimensions have these sizes, and which ends with ``fill``."""
+    """Returns a copy whose first dimensions are lengthened to ``sizes``, by ``fill`` at the end."""
     larger = x.new_full([*sizes, *x.shape[len(sizes) :]], fill)
     region = tuple(slice(0, size) for size in x.shape)
     larger[region] = x
@@ -171,7 +181,10 @@ def _enlarge(x: Tensor, sizes: Sequence[int], fill: float) -> Tensor:
 
 
 def _to_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Copies tensors to arrays of JAX. It has no float64 and int64 unless it is configured so."""
+    """Copies tensors to arrays of JAX, by name.
+
+    JAX turns float64 and int64 into 32 bits unless it is configured otherwise.
+    """
     from jax import numpy as jnp
 
     arrays = {}
@@ -185,7 +198,7 @@ def _to_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _to_tensor(array: Any) -> Tensor:
-    """Copies an array of JAX to a tensor."""
+    """Copies an array of JAX to a tensor on the host, of the same dtype."""
     import numpy
 
     if array.dtype.name == "bfloat16":

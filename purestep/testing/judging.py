@@ -141,12 +141,12 @@ def law_tests(
     shrink: int = 200,
     seed: Seed = 0,
 ) -> Callable[[str], None]:
-    """Makes a function for pytest, which tests each law.
+    """Returns a test function for pytest, parametrized by law.
 
     Assign it to a name that pytest collects: ``test_my_trainer =
     ps.testing.law_tests(make_trainer)``. A law that asks for more than the trainer's capabilities
     is skipped, with the reason. ``make`` makes a trainer for each test. The other arguments are
-    those of ``run_laws``; an unknown law raises at once.
+    those of ``run_laws``; an unknown law raises ``ValueError`` at once.
     """
     import pytest
 
@@ -172,7 +172,7 @@ class _Refusal(NamedTuple):
     reason: str
 
     def size(self) -> int:
-        """Returns the length of the program that reproduces the case."""
+        """Returns how many characters the program has that reproduces the case."""
         return len(self.case.reproducer())
 
 
@@ -185,7 +185,11 @@ class _Budget(NamedTuple):
     progress: Callable[[str], object] | None = None
 
     def report_progress(self, name: str, number: int, num_simpler: int) -> None:
-        """Calls the listener, if there is one, with the numbers of cases and of simpler ones."""
+        """Calls ``progress``, unless it is None, with a text that says which case is drawn.
+
+        The text is as "T1 equal tokens: case 3 of 25", where ``name`` is that of law and part. If
+        ``num_simpler`` is not 0, it is about the search for a simpler case.
+        """
         if self.progress is None:
             return
         text = f"{name}: case {number} of {self.cases}"
@@ -201,9 +205,9 @@ def _find_law(name: str) -> TrainerLaw:
 
 
 def _judge_law(trainer: Trainer, law: TrainerLaw, budget: _Budget) -> Verdict:
-    """Judges all parts of a law; its verdict is the worst of theirs.
+    """Judges all parts of a law, and returns the worst of their verdicts.
 
-    The parts share the budget's cases, rounded up. A law that the trainer cannot be asked is "not
+    The parts share the budget's cases, rounded up. A law that cannot be put to the trainer is "not
     asked". Raises ``TypeError`` or ``ValueError`` for an object that cannot be judged.
     """
     _check_trainer(trainer)
@@ -229,9 +233,9 @@ def _judge_parts(trainer: Trainer, law: TrainerLaw, budget: _Budget) -> Verdict:
 
 
 def _join_verdicts(verdicts: Mapping[str, Verdict]) -> Verdict:
-    """Returns the worst verdict of a law's parts, with the cases and coverage of all added up.
+    """Returns the worst of the verdicts on a law's parts, with all of them in ``parts``.
 
-    ``parts`` holds the verdicts.
+    ``cases``, ``num_bitwise`` and ``coverage`` are the sums of theirs.
     """
     worst = max(verdicts.values(), key=_severity)
     cases = 0
@@ -273,8 +277,9 @@ def _judge_part(
     """Draws cases of one part of a law, and returns the verdict.
 
     From the first wrong case on, it draws simpler ones, and reports the simplest. A refusal does
-    not end the search: the verdict is "refuses" only if no case is wrong. Refused cases do not
-    count in ``cases``. Errors of drawing a case are raised.
+    not end the search: the verdict is "refuses" only if no case is wrong. Refused cases count in
+    ``coverage``, but not in ``cases``. Errors of drawing a case are raised, and so are those of the
+    claim that are neither ``DisagreementError`` nor ``RefusalError``.
     """
     coverage: dict[str, Counter[Any]] = defaultdict(Counter)
     exact: list[bool] = []

@@ -7,10 +7,12 @@ from purestep.testing.judging import Names, Seed, run_laws
 
 
 def load_trainer(path: str, laws: Names) -> Any:
-    """Imports ``module:trainer``; calls a class or an object without ``update`` to make one.
+    """Returns the object that a path ``module:trainer`` names; imports the module.
 
-    Raises ``ValueError`` for a path of another form and for unknown laws, ``TypeError`` for an
-    object that is no trainer, and what the module raises.
+    It calls a class, or an object without ``update``, and returns the result. Raises ``ValueError``
+    for a path of another form, for unknown laws, and for a dtype that rounds too much to be judged.
+    Raises ``TypeError`` for an object that is no trainer. What the module or the call raises passes
+    through.
     """
     module, _, name = path.partition(":")
     if not module or not name:

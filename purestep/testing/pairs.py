@@ -38,8 +38,9 @@ def draw_pair(
     """Draws a case: one group of rows written in two ways, which differ in ``change``.
 
     Both runs make the same earlier updates before it. With "cut", "ranks" or "all", the first run
-    makes these on one rank. ``part`` names the part of the law. Above 0, ``dropout`` is that of the
-    model, and rows have keys.
+    makes these on one rank. In a coarse dtype, runs with earlier updates consist of these alone.
+    ``part`` names the part of the law. Above 0, ``dropout`` is that of the model, and rows have
+    keys. "setting" needs a trainer with two settings or more.
     """
     capabilities = trainer.capabilities
     keyed = dropout > 0
@@ -89,10 +90,14 @@ def _draw_history(
     *,
     keyed: bool,
 ) -> History:
-    """Draws up to five earlier updates, as the layouts of both runs have them.
+    """Draws up to five earlier updates, as each of the two runs makes them.
 
-    In a coarse dtype, what differs after earlier updates is no longer exact. So there are some only
-    if both runs are laid out alike for good, or if the last update can be one of them.
+    For "cut", "ranks" and "all" the first run makes them on one rank; for other changes both runs
+    make the same ones, on ``size`` ranks.
+
+    In a coarse dtype, numbers after an update are no longer exact. There "cut", "ranks" and "all"
+    may have a history only in the parts "" and "equal tokens"; of other changes only "look" has
+    one.
     """
     if capabilities.is_coarse and change != "look":
         can_copy = change in ("cut", "ranks", "all") and part in ("", "equal tokens")
@@ -122,9 +127,11 @@ def _write_run(
 def _draw_sizes(
     draw: Draw, capabilities: Capabilities, change: Change
 ) -> tuple[list[Draw], int]:
-    """Draws a number of microbatches, as a draw for each, and a number of ranks.
+    """Draws the numbers of microbatches and ranks; returns a draw for each microbatch, and ranks.
 
-    Unless ranks may be uneven, the first is a multiple of the second.
+    There are up to 9 microbatches; in a coarse dtype 1, 2, 4 or 8. Unless the change is "padding",
+    there are at least 2. Ranks are 1 for "cut", and at least 2 for "ranks". Unless ranks may be
+    uneven, the number of microbatches is a multiple of that of ranks.
     """
     sizes = range(1, capabilities.ranks + 1)
     if change == "cut":
@@ -150,7 +157,7 @@ def _draw_sizes(
 def _spread_over_ranks(
     rows: Cut, parts: Sequence[Draw], size: int, *, uneven: bool
 ) -> Layout:
-    """Puts each microbatch on a rank: any one if ``uneven``, else as many on each."""
+    """Puts each microbatch on a rank: on any if ``uneven``, else as many on each, in order."""
     layout: list[list[Part]] = [[] for _ in range(size)]
     for i, numbers in enumerate(rows):
         rank = i * size // len(rows)
@@ -221,7 +228,7 @@ def _describe_layout(layout: Layout) -> str:
 
 
 def _with_looks(run: Run, trainer: Any, part: str) -> Run:
-    """Returns a run that also looks at the trainer before the acts and after each.
+    """Returns a run that also looks at the trainer, before the first act and after each.
 
     After each look but the first, the trainer restarts if it can. The part "bits" has no restarts.
     """
@@ -254,11 +261,12 @@ def draw_interrupted(
 ) -> Case:
     """Draws a case: updates, and the same ones with an interruption that makes no difference.
 
-    It is ``act``, or without it an update that changes nothing. It comes once or twice: before,
-    between or after the updates. Above 0, ``dropout`` is that of the model, and rows have keys.
+    The interruption is ``act``. If that is None, it is an update without tokens or, for a trainer
+    that skips these, one with a target that is not finite. It comes once or twice: before, between
+    or after the updates. Above 0, ``dropout`` is that of the model, and rows have keys.
 
-    With ``act``, only the evaluation is compared besides the params. Without it, that is all
-    reports, or none if the interruption comes last.
+    With ``act``, only params and the evaluation are compared. Without it, all reports are, too; but
+    if an interruption comes last, only params are.
     """
     capabilities = trainer.capabilities
     keyed = dropout > 0
@@ -302,7 +310,7 @@ def draw_interrupted(
 
 
 def _draw_nonfinite_update(draw: Draw, batch: Batch, size: int) -> _Interruption:
-    """Draws an update that has to be skipped, with a bad target on one rank.
+    """Draws an update that a trainer has to skip, with a bad target on one rank.
 
     Each rank has ``batch`` once or twice. On one rank, one target that counts is NaN or infinite.
     """
@@ -326,7 +334,7 @@ def _draw_empty_update(
 ) -> _Interruption:
     """Draws an update in which each rank has from 0 to 2 microbatches, all without tokens.
 
-    Unless ranks may be uneven, all have as many.
+    Unless ranks may be uneven, all ranks have the same number.
     """
     counts = [draw.one(range(3)) for _ in range(size)]
     if not capabilities.uneven_ranks:

@@ -56,7 +56,7 @@ class Problem:
     weight_decay: float = 0.0
 
     def module(self) -> nn.Module:
-        """Returns a new copy of the model."""
+        """Returns a new copy of the model, which shares no memory with it."""
         return copy.deepcopy(self.model)
 
     def params(self) -> Params:
@@ -161,7 +161,8 @@ def causal_lm(model: nn.Module) -> Task:
 def next_token_losses(model: Callable[..., Any], batch: Batch) -> Tensor:
     """Returns the cross entropy of each label under the logits of the position before.
 
-    It is zero for the first label of each row, and for labels of -100.
+    The shape is that of the labels. It is zero for the first label of each row, and for labels of
+    -100.
     """
     output = model(
         input_ids=batch["input_ids"],
@@ -178,7 +179,7 @@ def next_token_losses(model: Callable[..., Any], batch: Batch) -> Tensor:
 
 
 def count_labels(batch: Batch) -> Tensor:
-    """Returns booleans: True for each label that counts.
+    """Returns booleans in the shape of the labels: True for each label that counts.
 
     The first of each row and labels of -100 do not count.
     """

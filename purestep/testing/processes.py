@@ -58,7 +58,10 @@ class World:
         self.stop()
 
     def start(self) -> None:
-        """Starts the processes, without waiting until they have joined their group."""
+        """Starts the processes, without waiting until they have joined their group.
+
+        It makes a temporary folder, in which they meet; ``stop`` removes it.
+        """
         CONTEXT.set_forkserver_preload([*self.imported])
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
@@ -80,11 +83,12 @@ class World:
     def run(self, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
         """Calls ``function(rank, *args of this rank)`` on every rank.
 
-        Each of ``args`` has a value for each rank. Returns, in order of rank, what each call
-        returns or raises, or a ``DeadRankError``. A rank that raises ends, as a program would. The
-        next run then starts new processes for all ranks.
+        Each of ``args`` has a value for each rank. Function and arguments are pickled. Returns, in
+        order of rank, what each call returns or raises, or a ``DeadRankError``. A rank that raises
+        ends, as a program would. The next run then starts new processes for all ranks.
 
-        Raises ``TimeoutError`` after ``timeout`` seconds, and ends all processes.
+        Raises ``ValueError`` if ``args`` have another length than there are ranks. Raises
+        ``TimeoutError`` after ``timeout`` seconds, and ends all processes.
         """
         rank_args: list[Any] = [()] * self.size
         if args:
@@ -143,7 +147,7 @@ class World:
 
 
 def values(results: Sequence[Any]) -> list[Any]:
-    """Returns the results of ranks; raises ``AssertionError`` if one of them is an exception."""
+    """Returns the results of ranks; raises ``AssertionError`` if any of them is an exception."""
     failed = {
         rank: result
         for rank, result in enumerate(results)
@@ -190,7 +194,10 @@ def _filter_warnings(strict: bool) -> None:
 
 
 def _pickle_error(error: Exception) -> bytes:
-    """Pickles ``(True, error)``, which tells an exception that was raised from one returned."""
+    """Pickles ``(True, error)``, which tells an exception that was raised from one returned.
+
+    An error that cannot be pickled and loaded becomes a ``RuntimeError`` of its text and its notes.
+    """
     try:
         pickled = pickle.dumps((True, error))
         pickle.loads(pickled)

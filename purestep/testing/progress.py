@@ -31,7 +31,7 @@ class Progress:
         self._next = 0.0
 
     def show(self, text: str) -> None:
-        """Shows the text, unless it is disabled or the interval has not passed."""
+        """Writes the text to the stream, if progress is enabled and the interval has passed."""
         now = time.monotonic()
         if self._enabled and now >= self._next:
             self._next = now + self._interval

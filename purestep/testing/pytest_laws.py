@@ -43,7 +43,10 @@ class LawPlugin:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Adds the trainer to what the session collects: its paths, and what stands in them."""
+        """Adds the trainer's ``TrainerCollector`` to the session's report.
+
+        Returns the reports of other collectors as they are.
+        """
         report = yield
         if isinstance(collector, pytest.Session) and report.result is not None:
             name = self._settings.path
@@ -81,7 +84,10 @@ class LawItem(pytest.Item):
         self._settings = settings
 
     def runtest(self) -> None:
-        """Draws cases, and reports the smallest one that fails."""
+        """Judges the law, and passes, fails, skips or xfails the test by the verdict.
+
+        It fails with the smallest case where a part is not as expected.
+        """
         (verdict,) = run_laws(
             self._settings.trainer,
             [self._law],
@@ -107,7 +113,11 @@ class LawItem(pytest.Item):
 
 
 def _read_settings(config: pytest.Config) -> Settings:
-    """Reads the options, and makes the trainer, as ``python -m purestep.testing`` does."""
+    """Returns the options and the trainer that they name, as ``python -m purestep.testing`` does.
+
+    It puts the folder of the call first in ``sys.path``, if it is not in there. Raises what reading
+    an option, or making the trainer, raises.
+    """
     # The folder of the call, as with python -m: `pytest` alone does not look there.
     folder = str(config.invocation_params.dir)
     if folder not in sys.path:

@@ -19,8 +19,9 @@ def spec(
 ) -> Any:
     """Makes one update by the equation, on a batch with the weights ``batch["w"]``.
 
-    The loss is the weighted mean of ``loss_fn(params, batch)``, with weights in float64. Returns
-    ``update(grads, opt_state, params)``, the gradients, and the loss before the update.
+    The loss is the weighted mean of ``loss_fn(params, batch)``, one loss per weight, with weights
+    in float64. Returns a tuple: what ``update(grads, opt_state, params)`` returns, the gradients,
+    and the loss before the update. Without weight, loss and gradients are NaN.
     """
     weights = batch["w"].to(torch.float64)
     num_tokens = weights.sum()
@@ -58,8 +59,8 @@ class ReferenceTrainer:
     def update(self, group: Group) -> None:
         """Computes θ, m ← SGD(∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ, m, θ), if any token has weight.
 
-        Reports loss, gradient norm and number of tokens. Without a token, nothing changes; loss and
-        number of tokens are reported as 0, and no norm.
+        ``observe`` reports its loss, gradient norm and number of tokens. Without weight, nothing
+        changes; loss and number of tokens are reported as 0, and the norm as None.
         """
         self._reported = {"loss": 0.0, "num_tokens": 0.0}
         batch = join_group(group)

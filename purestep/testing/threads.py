@@ -64,9 +64,9 @@ class ThreadAxis(ProcessAxis):
 
     @property
     def num_collectives(self) -> int:
-        """Counts the collectives over this axis that the calling rank has begun.
+        """Counts the collectives over this axis that the calling rank has begun in this ``map``.
 
-        Raises RuntimeError outside of ``map``.
+        "pvary" does not count. Raises RuntimeError outside of ``map``.
         """
         run, rank = self._world.current(self)
         group = self._groups[rank]
@@ -93,7 +93,9 @@ class ThreadAxis(ProcessAxis):
     def split(self, *sizes: int) -> tuple[ThreadAxis, ...]:
         """Arranges the ranks as a mesh of these sizes, and returns one axis for each dimension.
 
-        Raises ValueError unless the sizes are positive and multiply to the number of ranks.
+        The last dimension varies fastest. On an axis that ``split`` made, each group of ranks
+        becomes a mesh. Raises ValueError unless the sizes are positive and multiply to the number
+        of ranks.
 
         >>> world = ThreadAxis(4)
         >>> dp, tp = world.split(2, 2)
@@ -135,8 +137,8 @@ class ThreadAxis(ProcessAxis):
         exception of the lowest of them, with the rank in the notes. Ranks that waited for a rank
         that raised get a ``RankError``, which it raises only if there is no other exception.
 
-        It also raises under a transform, inside another ``map`` of these ranks, on an axis that
-        ``split`` made, and for arguments of another length.
+        It also raises RuntimeError under a transform or inside another ``map`` of these ranks. It
+        raises ValueError on an axis that ``split`` made, and for arguments of another length.
         """
 
         def mapped(*args: Sequence[Any]) -> list[Any]:
@@ -166,10 +168,11 @@ class ThreadAxis(ProcessAxis):
                 )
 
     def run(self, op: str, x: Tensor) -> Tensor:
-        """Returns this rank's result of a collective, which waits for the other ranks' tensors.
+        """Returns this rank's result of the collective ``op``; waits for the other ranks' tensors.
 
-        The result is new memory. Autograd does not see it. "pvary" waits for no rank, and returns
-        a view of ``x``. Raises ``RankError`` if the ranks cannot meet.
+        The result is new memory, and autograd does not see it. "pvary" instead waits for no rank,
+        and returns a view of ``x``. Raises ``RankError`` if the ranks cannot meet, and RuntimeError
+        outside of ``map``.
         """
         if op == "pvary":  # It only marks x as different on each rank.
             return x.view_as(x)
@@ -179,7 +182,8 @@ class ThreadAxis(ProcessAxis):
     def launch(self, x: Tensor, op: str = "psum") -> Wait:
         """Begins a collective on a copy of ``x``, and returns the wait for its result.
 
-        The wait for a psum writes the sum into ``x``, and returns ``x``.
+        Call the wait once. That for a psum writes the sum into ``x``, and returns ``x``; others
+        return a new tensor. It raises ``RankError`` if the ranks cannot meet.
         """
         wait = self._begin(op, x.clone())
         if op != "psum":
@@ -191,7 +195,7 @@ class ThreadAxis(ProcessAxis):
         return wait_and_copy
 
     def complement(self, inner: ProcessAxis) -> ThreadAxis:
-        """Returns the axis over those of its ranks that have the same rank in ``inner``."""
+        """Returns the axis over those of this axis's ranks that have the same rank in ``inner``."""
         assert isinstance(inner, ThreadAxis)
         size = self._world.size
         inner_ranks = [inner._groups[rank].index(rank) for rank in range(size)]
@@ -205,7 +209,8 @@ class ThreadAxis(ProcessAxis):
     def gather_object(self, value: Any) -> list[Any]:
         """Returns the values of all ranks of this axis, in order of rank.
 
-        It is a collective, in which all ranks share the objects: none is copied.
+        It is a collective, counted as one, in which all ranks share the objects: none is copied.
+        Raises ``RankError`` if the ranks cannot meet, and RuntimeError outside of ``map``.
         """
         run, rank = self._world.current(self)
         group = self._groups[rank]
@@ -215,7 +220,10 @@ class ThreadAxis(ProcessAxis):
         return [run.values[self._name, number, other] for other in group]
 
     def _begin(self, op: str, x: Tensor) -> Callable[[], Tensor]:
-        """Joins the axis's next collective with ``x``, and returns the wait for its result."""
+        """Joins the axis's next collective with ``x``, and returns the wait for its result.
+
+        Raises RuntimeError outside of ``map``.
+        """
         run, rank = self._world.current(self)
         call = _Call(
             self._name,
@@ -351,7 +359,7 @@ class _Run:
         self.values: dict[Hashable, Any] = {}
 
     def count_begun(self, rank: int, group: Hashable) -> int:
-        """Returns how many collectives of this group the rank has begun."""
+        """Returns how many collectives a rank has begun over a group: an axis's name and ranks."""
         return self._num_begun.get((rank, group), 0)
 
     def join(self, rank: int, call: _Call, x: Tensor) -> _Collective:
@@ -403,7 +411,7 @@ class _Run:
             return result
 
     def end(self, rank: int, state: str) -> None:
-        """Notes how a rank has ended, for messages, and gives errors to ranks that wait for it."""
+        """Notes how a rank has ended, for messages; ranks that wait for it get errors."""
         with self._changed:
             self._ended[rank] = state
             self._refuse_the_impossible()
@@ -450,7 +458,7 @@ class _Run:
 
 
 def _compute_results(op: str, xs: list[Tensor]) -> list[Tensor]:
-    """Computes each rank's result of a collective from the inputs of all, as new tensors."""
+    """Returns each rank's result of the collective ``op`` on the inputs of all, as new tensors."""
     stacked = torch.stack(xs)
     result, dim = COLLECTIVES[op].batch_rule(stacked, 0, len(xs))
     if dim is None:

@@ -42,12 +42,19 @@ class Capabilities(NamedTuple):
 
     @property
     def is_coarse(self) -> bool:
-        """Says whether most numbers round so much that errors could hide; all are chosen exact."""
+        """Returns True unless the dtype is float64 or float32.
+
+        In a coarse dtype errors could hide in rounding, so that all numbers of cases are chosen
+        exact.
+        """
         return self.dtype not in (torch.float64, torch.float32)
 
     @property
     def is_bounded(self) -> bool:
-        """Says whether rounding in several updates has a bound that errors exceed."""
+        """Returns True for plain SGD in float64 or float32: there, rounding has a bound.
+
+        Errors exceed that bound, also after several updates.
+        """
         return self.plain_sgd and not self.is_coarse
 
 
@@ -82,10 +89,13 @@ class Trainer(Protocol):
         """Forgets all that was before, and begins on the ranks at the problem's parameters."""
 
     def update(self, group: Group) -> None:
-        """Makes one update on the microbatches of all ranks."""
+        """Makes one update on the microbatches of all ranks.
+
+        It changes neither these nor global state.
+        """
 
     def observe(self) -> Sequence[Observation]:
-        """Returns one observation for each rank, of what it sees now."""
+        """Returns one observation for each rank: its params, and the last update's reports."""
 
 
 @runtime_checkable

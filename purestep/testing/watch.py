@@ -22,7 +22,7 @@ class _GlobalState(NamedTuple):
 
 
 def _call_numpy(function: str, *args: Any) -> Any:
-    """Calls a function of ``numpy.random``; returns None if NumPy has not been imported."""
+    """Returns the result of a function of ``numpy.random``; None if NumPy has not been imported."""
     if "numpy" not in sys.modules:
         return None
     generator = sys.modules["numpy"].random
@@ -102,7 +102,7 @@ class Watch:
         self._changed_inputs: list[tuple[str, str]] = []
 
     def call(self, function: Callable[[Group], Any], group: Group) -> Any:
-        """Calls a function on a copy of the data, and notes what it has changed there.
+        """Calls a function on a copy of the group, and notes what it has changed in the copy.
 
         Returns the function's result; ``changed`` lists the notes.
         """

@@ -68,7 +68,10 @@ Value: TypeAlias = tuple[float, float, float]
 
 
 def _scale_values(x_scale: float, y_scale: float) -> list[Value]:
-    """Lists all integers x₁, x₂ and y from -2 to 2, by their summed magnitude, and scales them."""
+    """Lists all triples x₁, x₂, y of integers from -2 to 2, scaled, by the sum of their magnitudes.
+
+    x₁ and x₂ are scaled by ``x_scale``, and y by ``y_scale``.
+    """
     integers = range(-2, 3)
     values = list(itertools.product(integers, integers, integers))
     values.sort(key=lambda value: sum(abs(number) for number in value))
@@ -153,7 +156,7 @@ def _is_padded(part: Part) -> bool:
 
 
 def lay_out_group(batch: Batch, task: Task, layout: Layout) -> Group:
-    """Returns the microbatches of each rank, cut out of a batch. The task fills the padding."""
+    """Returns the microbatches of each rank, cut out of a batch; padding has ``task.ignored``."""
     group = []
     for share in layout:
         group.append([_write_part(batch, task, part) for part in share])
@@ -170,9 +173,9 @@ def _write_part(batch: Batch, task: Task, part: Part) -> Batch:
 
 
 def _select(x: Tensor, dim: int, numbers: Sequence[int], fill: float) -> Tensor:
-    """Selects rows or columns by number, and fills those whose number is -1.
+    """Selects rows or columns by number; where the number is -1, puts ``fill``.
 
-    Returns ``x`` itself without numbers, or if it has no such dimension.
+    Returns ``x`` itself without numbers, or if it has no dimension ``dim``.
     """
     if not numbers or dim >= x.ndim:
         return x
@@ -195,15 +198,17 @@ def microbatches(
     """Draws a batch of small numbers, and the row numbers of each of its microbatches, in order.
 
     A microbatch has at most ``most_rows`` rows, or one more for "unequal rows", of at most
-    ``most_length`` tokens. There is one microbatch for each of ``parts``. Each has weight, but for
-    "empty ones". ``difference`` says how they differ, one of ``KINDS``; empty: in any way.
-    ``keyed`` adds "key", the numbers of the rows.
+    ``most_length`` tokens. Tokens and, in a coarse dtype, rows may be added beyond that to fix
+    sums. There is one microbatch for each of ``parts``. Each has weight, but for "empty ones".
+    ``difference`` says how they differ, one of ``KINDS``; "": in any way. ``keyed`` adds "key", the
+    numbers of the rows.
 
     Most numbers are integers. Where the rows' weights may differ, their sum is often rounded up to
-    a power of two, so that nothing rounds. Such numbers hide in which dtype a trainer computes.
+    a power of two, so that nothing rounds. Numbers without rounding hide the dtype in which a
+    trainer computes.
 
-    In a coarse dtype there are few tokens, all with weight 1 or 0. Their number is a power of two
-    if that of ``parts`` is.
+    In a coarse dtype there are few tokens, all with weight 1 or 0. The number of those with weight
+    1 is a power of two if that of ``parts`` is.
     """
     if capabilities.is_coarse:
         most_rows = 2
@@ -246,7 +251,7 @@ def _draw_rows(
     most_rows: int,
     most_length: int,
 ) -> list[Rows]:
-    """Draws 1 to ``most_rows`` rows for each of ``parts``, of 1 to ``most_length`` tokens each."""
+    """Draws the rows of each part: 1 to ``most_rows``, each of 1 to ``most_length`` tokens."""
     weights = [1, 0]
     if not _has_mask(capabilities):
         weights = draw.one(WEIGHTS)
@@ -315,7 +320,10 @@ def _equalize_sizes(groups: list[Rows]) -> None:
 
 
 def _round_up_rows(groups: list[Rows]) -> None:
-    """Repeats rows until their number is a power of two, and microbatches differ in theirs."""
+    """Repeats the last row, in place, until the number of rows is a power of two.
+
+    If then all microbatches have equally many rows, one row of the first moves to the last.
+    """
     sizes = [len(group) for group in groups]
     last = groups[-1]
     total = sum(sizes)
@@ -348,7 +356,7 @@ def _total(rows: Rows) -> int:
 
 
 def _add_weight(row: Row, capabilities: Capabilities) -> None:
-    """Adds 1 to the weight of a row, at its first token with weight, or else its first token.
+    """Adds 1 to the weight of a row, in place, at its first token with weight, or else its first.
 
     If weights are at most 1, a row that has weight gets one more token instead.
     """
@@ -361,9 +369,9 @@ def _add_weight(row: Row, capabilities: Capabilities) -> None:
 
 
 def _round_up_total(rows: Rows, capabilities: Capabilities) -> None:
-    """Adds weights until their sum is a power of two: one to a row in turn, from the last row on.
+    """Adds weights, in place, until their sum is a power of two.
 
-    Rows without weight get none. One row at least must have some.
+    Each row with weight gets 1 in turn, from the last row on. At least one row must have weight.
     """
     counted = [row for row in rows if row.total]
     counted.reverse()
@@ -374,9 +382,10 @@ def _round_up_total(rows: Rows, capabilities: Capabilities) -> None:
 
 
 def _draw_batch(draw: Draw, capabilities: Capabilities, rows: Rows) -> Batch:
-    """Writes rows as tensors "x", "y" and "w", or as text if the task has a vocabulary.
+    """Returns rows as tensors "x", "y" and "w", or as text if the task has a vocabulary.
 
-    Shorter rows end with padding. Weights that may be "any" are divided by a drawn number.
+    Shorter rows end with padding. "x" and "y" have the trainer's dtype. Weights are bool for
+    "mask", integers for "whole", and for "any" in that dtype, divided by a drawn number.
     """
     if capabilities.task.vocabulary:
         return _draw_text(draw, capabilities.task, rows)
@@ -396,7 +405,7 @@ def _draw_batch(draw: Draw, capabilities: Capabilities, rows: Rows) -> Batch:
 
 
 def _draw_text(draw: Draw, task: Task, rows: Rows) -> Batch:
-    """Writes rows as tokens, attention mask and labels; each gets a first token of weight 0.
+    """Returns rows as tokens, attention mask and labels; each gets a first token of weight 0.
 
     Labels are -100 where the weight is 0. If the task does not count the first label, a draw
     decides whether the first token has one.
@@ -440,8 +449,8 @@ def draw_problem(
 ) -> Problem:
     """Draws a linear model of small integers, and SGD for it.
 
-    The learning rate is drawn; momentum and weight decay are, too, if the trainer can have them.
-    A task with a model keeps it, without momentum, weight decay or dropout.
+    The learning rate is drawn; momentum and weight decay are, too, if the trainer can have them,
+    else they are 0. A task with a model keeps it, without momentum, weight decay or dropout.
     """
     task = capabilities.task
     learning_rate = draw.one([0.25, 0.5, 0.0625, 0.1])

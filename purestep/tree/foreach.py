@@ -51,7 +51,7 @@ def group_by_kind(leaves: Sequence[Tensor]) -> list[list[int]]:
 
 
 def split_by_kind(leaves: Sequence[Tensor]) -> list[Column]:
-    """Splits leaves into columns of one dtype and device each."""
+    """Returns leaves as columns of one dtype and device each, as ``group_by_kind`` orders them."""
     columns = []
     for group in group_by_kind(leaves):
         column = [leaves[index] for index in group]
@@ -60,7 +60,7 @@ def split_by_kind(leaves: Sequence[Tensor]) -> list[Column]:
 
 
 def clone(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Clones each leaf.
+    """Returns clones of the leaves, in their order.
 
     >>> import torch
     >>> clone([torch.ones(1), torch.tensor(2)])
@@ -78,7 +78,7 @@ def clone(leaves: Sequence[Tensor]) -> list[Tensor]:
 def cast(column: Column, like: Column) -> Column:
     """Returns a column in the dtype of ``like``: itself if it has that, else new tensors.
 
-    Both have the same shapes.
+    Both have the same shapes, and at least one tensor.
     """
     if column[0].dtype == like[0].dtype:
         return column
@@ -102,7 +102,7 @@ def scale_(leaves: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def divide_(leaves: Sequence[Tensor], divisor: Tensor) -> None:
-    """Divides all leaves in place by a scalar tensor.
+    """Divides all leaves in place by a scalar tensor, on the host or on their device.
 
     >>> import torch
     >>> leaves = [torch.ones(1)]
@@ -115,9 +115,10 @@ def divide_(leaves: Sequence[Tensor], divisor: Tensor) -> None:
 
 
 def as_number(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """Converts a number for foreach kernels.
+    """Returns a number as foreach kernels take it, for tensors of ``like``'s dtype.
 
-    Reads a tensor on the host, casts one on a device to the dtype of ``like``, and keeps others.
+    A tensor on the host becomes a Python number, and one on a device is cast to that dtype. Python
+    numbers stay as they are.
     """
     if not isinstance(value, Tensor):
         return value
@@ -128,6 +129,8 @@ def as_number(value: float | Tensor, like: Tensor) -> float | Tensor:
 
 def where_(old: Sequence[Tensor], new: Sequence[Tensor], condition: Tensor) -> None:
     """Writes ``new`` over ``old`` if the scalar ``condition``, on their device, is True.
+
+    ``new`` is cast to the dtypes of ``old``.
 
     >>> import torch
     >>> old = [torch.zeros(1), torch.zeros(2)]

@@ -27,7 +27,10 @@ INTEGERS = {
 
 
 def select_by_bits(old: list[Tensor], new: list[Tensor], condition: Tensor) -> None:
-    """Writes ``new`` over ``old`` if the condition is True, by three kernels for each dtype."""
+    """Writes ``new``, cast to the dtypes of ``old``, over ``old`` if the condition is True.
+
+    It takes three kernels for each dtype. Raises KeyError for elements of 16 bytes.
+    """
     for group in foreach.group_by_kind(old):
         old_column = [old[index] for index in group]
         new_column = [new[index] for index in group]
@@ -66,7 +69,7 @@ _operations.impl("foreach_where_", select_by_bits, "CUDA")
 
 
 def write_where(old: Any, new: Any, condition: Tensor) -> None:
-    """Writes ``new`` over ``old`` if the condition is True."""
+    """Writes ``new`` over ``old``, in place, if the scalar condition is True."""
     if condition.is_cuda:
         torch.ops.purestep.foreach_where_(old, new, condition)
     else:

@@ -57,7 +57,9 @@ def widen(x: Tensor) -> Tensor:
 def global_norm(tree: Tree) -> Tensor:
     """Returns ‖tree‖₂ over all leaves; for a ``Shard``, over all ranks of its axis.
 
-    It is a scalar in float32 at least, and 0 without leaves. Its gradient at zero is zero.
+    It is a scalar in float32 at least, and 0 without leaves. Its gradient at zero is zero. Leaves
+    are floating-point or complex. With a ``Shard`` it is a collective: each rank of the axis calls
+    it.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
@@ -99,10 +101,10 @@ def global_norm(tree: Tree) -> Tensor:
 def _sum_over_axes(
     compute: LeavesFn, leaves: list[Tensor], specs: ShardSpecs
 ) -> Tensor:
-    """Sums ``compute``, a scalar of a list of leaves, over all leaves and all shards.
+    """Returns the sum of ``compute``, a scalar of a list of leaves, over all leaves and all shards.
 
-    It is called once for each set of axes, with the padding of shards at 0, and summed over them
-    by psum. All ranks run these collectives in one order.
+    ``compute`` is called once for each set of axes, with the padding of shards at 0, and its result
+    is summed over them by psum. All ranks run these collectives in one order.
     """
     # Not a dict: torch 2.11's compiler hashes no axes.
     kinds: list[tuple[Any, ...]] = []
@@ -130,7 +132,7 @@ def _sum_over_axes(
 
 
 def _sum_of_squares(leaves: list[Tensor]) -> Tensor:
-    """Computes ‖leaves‖²: squares in float32 at least, and adds the squares in float64.
+    """Returns ‖leaves‖² as a float64 scalar; each square is computed in float32 at least.
 
     A norm is not squared, because its root is rounded.
     """
@@ -143,7 +145,7 @@ def _sum_of_squares(leaves: list[Tensor]) -> Tensor:
 
 
 def _sqrt(total: Tensor) -> Tensor:
-    """Computes √total; at zero it has the derivative 1.
+    """Returns √total of a scalar; at zero it has the derivative 1.
 
     So the derivative of √Σx² is 0 at x = 0, and not NaN.
     """
@@ -157,7 +159,7 @@ def _sqrt(total: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Computes ‖x‖₂ in float32 at least, with derivatives of zero at zero.
+    """Returns ‖x‖₂ in float32 at least, with derivatives of zero at zero.
 
     torch's second derivative is NaN there.
     """
@@ -171,6 +173,8 @@ def _norm(x: Tensor) -> Tensor:
 def all_finite(tree: Tree) -> Tensor:
     """Returns whether all leaves are finite, as a scalar; of a ``Shard``, on all its axis's ranks.
 
+    It is True without leaves. With a ``Shard`` it is a collective: each rank of the axis calls it.
+
     >>> all_finite({"w": torch.tensor([1.0, float("nan")])}), all_finite({})
     (tensor(False), tensor(True))
     """
@@ -183,7 +187,7 @@ def all_finite(tree: Tree) -> Tensor:
 
 
 def _has_nonfinite(leaves: list[Tensor]) -> Tensor:
-    """Returns 1 if any leaf is not finite, else 0, as ranks can sum it."""
+    """Returns a scalar that ranks can sum: 1 if any leaf is not finite, else 0."""
     is_nonfinite = _leaves_finite(leaves).logical_not()
     return is_nonfinite.to(torch.int64)
 

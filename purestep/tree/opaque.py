@@ -11,6 +11,8 @@ from torch import Tensor
 def tensors_in(leaf: Any) -> Iterator[Tensor]:
     """Yields the tensors of a leaf: itself, or those in mappings, lists, tuples and dataclasses.
 
+    These may be nested. Other objects have none.
+
     >>> import torch
     >>> from collections import UserDict
     >>> [*tensors_in(UserDict(x=torch.tensor(1), rest=[torch.tensor(2)]))]
@@ -31,7 +33,7 @@ def tensors_in(leaf: Any) -> Iterator[Tensor]:
 
 
 def has_graph(leaf: Any) -> bool:
-    """Returns whether a tensor of the leaf was computed from others that require grad."""
+    """Returns whether any tensor in a leaf requires grad and was computed from others."""
     for tensor in tensors_in(leaf):
         if tensor.requires_grad and not tensor.is_leaf:
             return True
@@ -42,9 +44,9 @@ def detach_opaque(leaf: Any) -> Any:
     """Copies a leaf with detached tensors, which require grad if the originals do.
 
     It copies dicts, ``UserDict``, lists, tuples and dataclasses. Other objects stay as they are, a
-    NamedTuple, too. What a loss does to the copied tensors, such as ``requires_grad_()``, leaves
-    the caller's alone. They require grad since networks for physics differentiate by their
-    collocation points.
+    NamedTuple, too. Copied tensors share the memory of the originals, but ``requires_grad_()`` of a
+    copy leaves the original as it is. Copies require grad since networks for physics differentiate
+    by their collocation points.
     """
     if isinstance(leaf, Tensor):
         return leaf.detach().requires_grad_(leaf.requires_grad)

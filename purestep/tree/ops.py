@@ -21,7 +21,7 @@ FLOAT_DTYPES = [
 
 
 def detach(tree: Tree) -> Tree:
-    """Detaches the tensors of a tree; other leaves stay as they are.
+    """Returns a tree with its tensors detached, in the same memory; other leaves stay as they are.
 
     >>> detach({"w": torch.ones(2, requires_grad=True), "name": "w"})
     {'w': tensor([1., 1.]), 'name': 'w'}
@@ -31,12 +31,12 @@ def detach(tree: Tree) -> Tree:
 
 
 def detach_leaves(leaves: Sequence[Any]) -> list[Any]:
-    """Detaches the tensors among leaves; others stay as they are."""
+    """Returns leaves with their tensors detached; others stay as they are."""
     return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Moves a tensor to a device, or returns it if it is there.
+    """Returns a tensor on a device: itself if it is there, else a copy.
 
     The host waits for copies to the CPU, which it could read too early, but for no others.
     """
@@ -59,7 +59,9 @@ def format_leaf(leaf: Any) -> str:
 def describe_mismatch(actual: Tree, expected: Tree, name: str) -> str | None:
     """Describes the first difference of a tree from the expected one; None if there is none.
 
-    A leaf may differ, or the containers. All floating-point dtypes of params count as equal.
+    Leaves may be missing or superfluous, or differ in shape or dtype, and containers may differ.
+    Values are not compared. All floating-point dtypes of params count as equal. ``name`` stands for
+    the tree in the text.
 
     >>> describe_mismatch({"w": torch.ones(2)}, {"v": torch.ones(2)}, "params")
     "params['v'] is missing"
@@ -104,7 +106,7 @@ def _signature(leaf: Any) -> Any:
 
 
 def zeros_like(tree: Tree) -> Tree:
-    """Returns zeros, in the dtype in which each leaf is summed (``accumulation_dtype``).
+    """Returns a tree of zeros, in the dtype in which each leaf is summed (``accumulation_dtype``).
 
     >>> zeros_like({"w": torch.ones(2, dtype=torch.bfloat16)})
     {'w': tensor([0., 0.])}
@@ -120,7 +122,7 @@ def zeros_like(tree: Tree) -> Tree:
 def where(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
     """Returns ``chosen`` if the scalar ``condition`` is True, else ``other``, in new tensors.
 
-    Raises unless both have the same containers, shapes and dtypes.
+    Raises ValueError unless both have the same containers, shapes and dtypes.
 
     >>> where(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
     {'w': tensor([0., 0.])}
@@ -138,8 +140,8 @@ def copy_(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     """Writes ``new`` over ``old``, in its buffers, if ``condition`` is True (None: always).
 
     Returns the tree of these buffers. If autograd or a transform follows the values, ``old`` stays
-    as it is, and the values are returned in other tensors. Raises unless both have the same
-    containers, shapes and dtypes.
+    as it is, and the values are returned in other tensors. Raises ValueError unless both have the
+    same containers, shapes and dtypes.
 
     >>> old = {"w": torch.zeros(2)}
     >>> copy_(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old
@@ -191,7 +193,8 @@ def _map_pairs(fn: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> 
 def match_strides(leaf: Tensor, total: Tensor) -> Tensor:
     """Returns ``total``, or a copy of it with the strides of ``leaf`` if these differ.
 
-    Kernels read both side by side.
+    Both have the same shape, and kernels read them side by side. The copy keeps the dtype of
+    ``total``.
     """
     if total.stride() == leaf.stride():
         return total

@@ -72,7 +72,10 @@ class Shard:
             self._check_inner(self.local)
 
     def _check_inner(self, inner: Shard) -> None:
-        """Raises unless the inner ``Shard`` has the shape of this rank's part, without padding."""
+        """Raises ValueError unless the inner ``Shard`` has the shape of this rank's part.
+
+        Where ranks run one program, it also raises if the part is padded.
+        """
         spec = self.spec
         part_shape = spec.local_shape
         is_padded = False
@@ -224,12 +227,12 @@ ShardSpecs: TypeAlias = tuple[ShardSpec | None, ...]
 
 
 def is_shard(node: Any) -> bool:
-    """Returns whether a node of a tree is a ``Shard``."""
+    """Returns whether an object is a ``Shard``; a subclass does not count."""
     return type(node) is Shard
 
 
 def zero_padding(leaf: Tensor, shard_spec: ShardSpec | None) -> Tensor:
-    """Sets the padding of a shard to zero, out of place, where ranks run one program.
+    """Returns a shard with its padding set to zero, in a new tensor, where ranks run one program.
 
     Returns other leaves, and shards without padding, as they are.
     """

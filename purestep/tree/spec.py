@@ -35,6 +35,8 @@ def flatten(
 def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Tree:
     """Builds a tree from its ``TreeSpec`` and leaves: the inverse of ``flatten``.
 
+    Raises ValueError for another number of leaves.
+
     >>> unflatten(flatten({"b": 2, "a": [1]})[1], [3, 4])
     {'b': 4, 'a': [3]}
     """
@@ -46,7 +48,10 @@ def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Tree:
 
 
 def _rebuild(spec: TreeSpec, leaves: Iterator[Any], *, pruned: bool = False) -> Tree:
-    """Builds a tree node by node; ``pruned`` makes ``()`` of containers with nothing but ``()``."""
+    """Builds a tree node by node, and takes its leaves from an iterator.
+
+    ``pruned`` makes ``()`` of each container that holds nothing, or nothing but ``()``.
+    """
     if spec.is_leaf():
         return next(leaves)
     children = []
@@ -87,7 +92,7 @@ def _collect_shard_specs(
 
 
 def _traced_shard_specs(spec: TreeSpec) -> list[ShardSpec | None]:
-    """Returns how each leaf is sharded, None for others, of a spec that a compiler traces."""
+    """Returns how each leaf of a spec is sharded, None for others, in a compiler's trace."""
     if spec.is_leaf():
         return [None]
     metadata = torch_private.traced_metadata(spec)
@@ -115,9 +120,10 @@ def is_empty(tree: Tree) -> bool:
 
 
 def map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """Applies ``func`` to corresponding leaves of trees of the same structure.
+    """Returns the tree of the results of ``func`` on corresponding leaves of trees.
 
-    Unlike ``optree.tree_map``, it refuses a deeper second tree, and a ``None`` against a leaf:
+    All trees must have the same structure, else it raises ValueError. Unlike ``optree.tree_map``,
+    it refuses a deeper second tree, and a ``None`` against a leaf:
 
     >>> map(lambda a, b: a + b, {"w": 1}, {"w": None})
     Traceback (most recent call last):
@@ -151,8 +157,8 @@ def leaves_matching(spec: TreeSpec, tree: Tree) -> list[Any]:
 def tensors_matching(spec: TreeSpec, tree: Tree) -> list[torch.Tensor] | None:
     """Returns the leaves of a tree of tensors in the order of ``spec``; None if containers differ.
 
-    Outside of a trace, dicts of all kinds pair by key, an ``OrderedDict`` too. It takes a tenth of
-    the time of ``flatten``, which makes a spec.
+    Outside of a trace, dicts of all kinds pair by key, an ``OrderedDict`` too, and it also returns
+    None if a leaf is no tensor. It takes a tenth of the time of ``flatten``, which makes a spec.
 
     >>> tensors_matching(flatten({"a": 1, "b": 2})[1], {"b": torch.ones(1), "a": torch.zeros(1)})
     [tensor([0.]), tensor([1.])]
@@ -171,6 +177,8 @@ def tensors_matching(spec: TreeSpec, tree: Tree) -> list[torch.Tensor] | None:
 
 def is_same_spec(one: TreeSpec, other: TreeSpec) -> bool:
     """Returns whether two specs are equal, also in a trace.
+
+    The order of a plain dict's keys makes no difference.
 
     >>> is_same_spec(flatten([1])[1], flatten([2])[1])
     True
@@ -230,9 +238,9 @@ def _broadcast(prefix: Tree, spec: TreeSpec) -> list[Any]:
 
 
 def subset(spec: TreeSpec, leaves: Sequence[Any], positions: Set[int]) -> Tree:
-    """Builds the tree of ``spec`` with the leaves at these positions alone.
+    """Builds the tree of ``spec`` with only those leaves whose position is in ``positions``.
 
-    Other leaves, and containers without any such leaf, become ``()``.
+    Other leaves become ``()``, and so does each container that holds none of these leaves.
 
     >>> params = {"a": [1, 2], "b": {"c": 3}}
     >>> subset(flatten(params)[1], leaves(params), {1})
@@ -247,7 +255,8 @@ def subset(spec: TreeSpec, leaves: Sequence[Any], positions: Set[int]) -> Tree:
 def mappings_to_dicts(tree: Tree) -> Tree:
     """Replaces each mapping that optree takes for a leaf by a dict.
 
-    Such are a tokenizer's ``BatchEncoding`` and other ``UserDict``, and subclasses of dict.
+    These are a tokenizer's ``BatchEncoding``, other ``UserDict``, and subclasses of dict, nested
+    ones too. Without any, it returns the tree itself.
 
     >>> from collections import UserDict
     >>> mappings_to_dicts([UserDict(tokens=1, more=[UserDict(labels=2)])])
@@ -263,7 +272,7 @@ def mappings_to_dicts(tree: Tree) -> Tree:
 
 
 def paths(tree: Tree, name: str) -> list[str]:
-    """Returns the Python expression for each leaf, for messages.
+    """Returns for each leaf the Python expression that selects it from a tree called ``name``.
 
     >>> paths({"layers": [1, 2]}, "params")
     ["params['layers'][0]", "params['layers'][1]"]
@@ -273,7 +282,7 @@ def paths(tree: Tree, name: str) -> list[str]:
 
 
 def format_spec(spec: TreeSpec) -> str:
-    """Formats a spec, with stars for its leaves.
+    """Formats a spec for messages, with stars for its leaves.
 
     >>> format_spec(flatten({"a": [1, 2]})[1])
     "{'a': [*, *]}"

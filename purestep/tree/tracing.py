@@ -18,7 +18,9 @@ from purestep.types import Tree
 def is_plain_eager(*trees: Tree) -> bool:
     """Returns whether no compiler, transform or autograd sees what is done with these trees.
 
-    Only then may code write to a buffer, or call a kernel that no transform knows.
+    Only then may code write to a buffer, or call a kernel that no transform knows. It is False if
+    any leaf requires grad, also under ``torch.no_grad()``. Without trees, only compilers,
+    transforms and forward-mode derivatives count.
 
     >>> is_plain_eager({"w": torch.ones(2)}), is_plain_eager(torch.ones(2, requires_grad=True))
     (True, False)
@@ -32,7 +34,10 @@ def is_plain_eager(*trees: Tree) -> bool:
 
 
 def can_write(*trees: Tree) -> bool:
-    """Returns whether no transform or autograd sees what is done with these; a compiler may."""
+    """Returns whether no transform or autograd sees what is done with these trees.
+
+    It is ``is_plain_eager``, except that a compiler may trace.
+    """
     if torch_private.has_transforms() or torch_private.forward_level() >= 0:
         return False
     return not (trees and leaves_require_grad(flatten(trees)[0]))
@@ -54,7 +59,7 @@ def may_be_differentiated(leaves: Sequence[Any]) -> bool:
 
 
 def unwrap_functorch(leaf: Any) -> Any:
-    """Returns the leaf below all wrappers of ``torch.func``."""
+    """Returns a tensor below all wrappers of ``torch.func``; other leaves as they are."""
     if isinstance(leaf, Tensor):
         return torch.func.debug_unwrap(leaf)
     return leaf
@@ -70,7 +75,7 @@ def any_requires_grad(tree: Tree) -> bool:
 
 
 def leaves_require_grad(leaves: Sequence[Any]) -> bool:
-    """Returns whether any of a tree's leaves requires grad, as ``any_requires_grad`` does."""
+    """Returns whether any of these leaves requires grad, by the rule of ``any_requires_grad``."""
     for leaf in leaves:
         if type(leaf) is Tensor or isinstance(leaf, Tensor):
             if leaf.requires_grad:
@@ -83,10 +88,10 @@ def leaves_require_grad(leaves: Sequence[Any]) -> bool:
 
 
 def views_for_dynamo(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns views of leaves that ``torch.func`` differentiates; without a compiler, the leaves.
+    """Returns views of the leaves in a compiler's trace; elsewhere ``leaves`` itself.
 
-    Dynamo does not see that such a leaf itself requires grad. A ``torch.autograd.Function`` of it
-    would lose its ``backward`` (pytorch/pytorch#193279).
+    Dynamo does not see that a leaf which ``torch.func`` differentiates requires grad. A
+    ``torch.autograd.Function`` of it would lose its ``backward`` (pytorch/pytorch#193279).
     """
     if not torch.compiler.is_dynamo_compiling():
         return leaves
@@ -110,7 +115,10 @@ def concrete(tensor: Tensor) -> Tensor | None:
 
 
 def concrete_scalar(tensor: Tensor) -> float | None:
-    """Returns a scalar's value; None if the host cannot read it, or a ``vmap`` has several."""
+    """Returns the value of a scalar tensor as a Python number; None if the host cannot read it.
+
+    Also returns None if there are several values, as of a scalar in a ``vmap``.
+    """
     value = concrete(tensor)
     if value is None or value.ndim > 0:
         return None
