@@ -14,18 +14,21 @@ from tests.memory import CountOperations
 SPECIAL = [0.0, -0.0, 1.5, -torch.inf, torch.nan]
 INTEGERS = [0, 1, -(2**62), 2**62, -3]
 HALVES = [torch.float16, torch.bfloat16]
+COMPLEX = [torch.complex64, torch.complex128]
 
 
 def list_bits(leaf: Tensor) -> list[int]:
     """Lists the leaf's bits, since NaN is equal to nothing."""
     if leaf.dtype == torch.bool:
         return leaf.tolist()
-    integer = foreach_where.INTEGERS[leaf.itemsize]
-    return leaf.view(integer).tolist()
+    return foreach_where.view_bits(leaf).tolist()
 
 
 @pytest.mark.parametrize("condition", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, *HALVES])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.int64, *HALVES, *COMPLEX],
+)
 def test_a_selection_is_exact_to_the_bit(dtype: torch.dtype, condition: bool) -> None:
     """NaN, infinities, the sign of zero, and numbers whose difference overflows."""
     values = INTEGERS if dtype == torch.int64 else SPECIAL

@@ -17,7 +17,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ from purestep.testing.adapters import OneRank, PureTrainer
 from purestep.testing.bounds import compute_bound
 from purestep.testing.case import Run
 from purestep.testing.draws import Draw, counterexample
+from purestep.testing.pairs import draw_pair
 from purestep.testing.processes import World
 from purestep.testing.watch import Watch
 from purestep.testing.writing import KINDS, microbatches
@@ -551,6 +552,28 @@ def test_purity_is_asked_inside_of_each_rank(ranks: int) -> None:
     assert verdict.parts["global state"].status == "wrong"
     assert "microbatch's y" in verdict.parts["inputs"].reason
     assert "torch's global generator" in verdict.parts["global state"].reason
+
+
+def test_a_single_setting_is_nothing_to_compare() -> None:
+    class Single(ReferenceTrainer):
+        settings: ClassVar = ["only"]
+
+        def select_setting(self, setting: str) -> None:
+            raise AssertionError("nothing is selected")
+
+    assert judged(Single(), "T17") == ["not asked: it has one way"]
+
+
+def test_updates_of_bfloat16_that_are_looked_at_are_called_updates() -> None:
+    able = Capabilities(dtype=torch.bfloat16)
+    trainer = SimpleNamespace(capabilities=able)
+    labels = set()
+    for seed in range(20):
+        draw = Draw({}, random.Random(seed))
+        case: Any = draw_pair(draw, trainer, "look", "bits")
+        if len(case.first.groups) > 1:
+            labels.add((case.first.label, case.second.label))
+    assert labels == {("these updates", "the same again, and looked at")}
 
 
 def test_verdicts_say_how_far_the_cut_may_go() -> None:

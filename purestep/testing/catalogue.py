@@ -205,7 +205,7 @@ def _is_resumable(trainer: Any) -> bool:
 
 
 def _is_switchable(trainer: Any) -> bool:
-    return isinstance(trainer, Switchable)
+    return isinstance(trainer, Switchable) and len(trainer.settings) > 1
 
 
 ALL_LAWS = [

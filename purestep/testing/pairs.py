@@ -64,11 +64,15 @@ def draw_pair(
     history = _draw_history(draw, capabilities, change, part, size, keyed=keyed)
     first_run = _write_run(batch, capabilities.task, first, history.first)
     second_run = _write_run(batch, capabilities.task, second, history.second)
+    differs = history.first is not history.second
     if capabilities.is_coarse and history.first:
         # Later numbers are not exact: copies of one token have the same bits in both runs.
-        first_run = first_run._replace(acts=history.first, label="copies of a token")
-        second_run = second_run._replace(acts=history.second, label="as many, cut")
-    if history.first is not history.second and history.first:
+        labels = ("copies of a token", "as many, cut")
+        if not differs:
+            labels = ("these updates", "the same updates")
+        first_run = first_run._replace(acts=history.first, label=labels[0])
+        second_run = second_run._replace(acts=history.second, label=labels[1])
+    if differs and history.first:
         where = "on one rank" if size > 1 else "with equal microbatches joined"
         label = f"{first_run.label}, after the same updates {where}"
         first_run = first_run._replace(label=label)

@@ -29,19 +29,25 @@ INTEGERS = {
 def select_by_bits(old: list[Tensor], new: list[Tensor], condition: Tensor) -> None:
     """Writes ``new``, cast to the dtypes of ``old``, over ``old`` if the condition is True.
 
-    It takes three kernels for each dtype. Raises KeyError for elements of 16 bytes.
+    It takes three kernels for each dtype.
     """
     for group in foreach.group_by_kind(old):
         old_column = [old[index] for index in group]
         new_column = [new[index] for index in group]
         new_column = foreach.cast(new_column, old_column)
-        integer = INTEGERS[old_column[0].itemsize]
-        old_bits = [leaf.view(integer) for leaf in old_column]
-        new_bits = [leaf.view(integer) for leaf in new_column]
-        keeps_old = condition.logical_not().to(integer)
+        old_bits = [view_bits(leaf) for leaf in old_column]
+        new_bits = [view_bits(leaf) for leaf in new_column]
+        keeps_old = condition.logical_not().to(old_bits[0].dtype)
         foreach.add_(old_bits, new_bits, alpha=-1)
         foreach.mul_(old_bits, keeps_old)
         foreach.add_(old_bits, new_bits)
+
+
+def view_bits(x: Tensor) -> Tensor:
+    """Views each element as the integer of its bits, and a complex one as two integers."""
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    return x.view(INTEGERS[x.itemsize])
 
 
 def select_by_leaf(
