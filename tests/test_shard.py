@@ -203,9 +203,13 @@ def step_on_shards_of_another_length() -> None:
     TP.map(on_rank)(torch.ones(2, 3))
 
 
-def init_muon() -> None:
+def init_on_shard(algorithm: type[torch.optim.Optimizer]) -> None:
     matrix = ps.Shard(torch.ones(2, 2), TP, (4, 2))
-    ps.optim.from_torch(torch.optim.Muon).init(matrix)
+    ps.optim.from_torch(algorithm).init(matrix)
+
+
+class AdamW(torch.optim.AdamW):
+    """Stands for an algorithm of another library, of a name that torch has, too."""
 
 
 def step_over_less_than_the_shards() -> None:
@@ -255,8 +259,12 @@ REFUSED = {
         r"params\['w'\]\.local has shape \(3,\).*has shape \(2,\)",
     ),
     "Muon": Refused(
-        init_muon,
+        lambda: init_on_shard(torch.optim.Muon),
         "Muon may look at all of a parameter",
+    ),
+    "a namesake": Refused(
+        lambda: init_on_shard(AdamW),
+        "AdamW may look at all of a parameter",
     ),
     "more than the axis": Refused(
         step_over_less_than_the_shards,
