@@ -186,6 +186,9 @@ def test_labels_that_were_never_shifted_are_warned_of_once() -> None:
     unshifted = {"input_ids": TOKENS, "labels": TOKENS}
     step_twice(unshifted, weight_fn=lambda m: m["labels"] > 0)
     step_twice({"x": TOKENS[0], "labels": TOKENS[0]})
+    # An autoencoder's labels are its inputs.
+    pixels = TOKENS.double()
+    step_twice({"x": pixels, "labels": pixels})
 
 
 def one_weight_each(x: Tensor) -> Tensor:
