@@ -27,9 +27,10 @@ _TARGET_SIZE = re.compile(
 def annotate_loss_errors(first: str, microbatch: Microbatch) -> Iterator[None]:
     """Adds notes to an error that a loss raises in this context, and raises it again.
 
-    The notes say how ``loss_fn`` is called, with ``first`` as its first argument, and which fields
-    the microbatch has. They also say what to do where torch refuses the targets' shape, and where a
-    loss of ``ps.losses`` takes no ``reduction``.
+    The notes say how ``loss_fn`` is called, with ``first`` as its first argument. After a
+    ``KeyError`` they list the microbatch's fields, if it is a mapping. They also say what to do
+    where torch refuses the targets' shape, and where a loss of ``ps.losses`` takes no
+    ``reduction``.
     """
     try:
         yield
@@ -55,9 +56,9 @@ def annotate_loss_errors(first: str, microbatch: Microbatch) -> Iterator[None]:
 
 @contextmanager
 def annotate_backward_errors() -> Iterator[None]:
-    """Adds a note to torch's error for a graph that is gone.
+    """Adds a note to torch's error for a second backward pass through a graph, and raises it again.
 
-    A backward pass inside the loss frees its graph.
+    It is raised where the loss has run a backward pass, or keeps a graph between microbatches.
     """
     try:
         yield
@@ -74,9 +75,9 @@ def annotate_backward_errors() -> Iterator[None]:
 def annotate_swapped_arguments(
     init: Any, params: Params, opt_state: OptState
 ) -> Iterator[None]:
-    """Adds a note to an error raised in this context if params and opt_state are swapped.
+    """Adds a note to an error of this context if params and opt_state are swapped, and raises it.
 
-    They are swapped if ``init(opt_state)`` matches params.
+    They are swapped if the optimizer's ``init(opt_state)`` matches params.
     """
     try:
         yield
@@ -93,10 +94,11 @@ def annotate_swapped_arguments(
 
 
 def check_shifted(microbatches: Sequence[Microbatch]) -> None:
-    """Warns if the first microbatch has labels equal to its tokens, as for a loss that shifts them.
+    """Warns if ``labels`` of the first microbatch equal its tokens, as for a loss that shifts them.
 
     Tokens are any other integers of the labels' shape. Ignored labels are not compared. Labels of
-    one dimension, fewer than two labels, and tensors on a device pass.
+    one dimension, fewer than two labels, tensors on a device, and other microbatches than mappings
+    pass.
 
     >>> import pytest
     >>> tokens = torch.tensor([[5, 7, 9]])
@@ -137,7 +139,7 @@ def _read_integers(tensor: Any) -> Tensor | None:
 
 @contextmanager
 def warn_of_random_draws(device: torch.device) -> Iterator[None]:
-    """Warns if what runs in the context draws from torch's generators, as dropout does."""
+    """Warns if the context draws from torch's generators of host or device, as dropout does."""
     before = _read_generator_states(device)
     yield
     after = _read_generator_states(device)

@@ -81,9 +81,11 @@ def forward_microbatch(
 def _with_microbatch_loss(
     weighted: WeightedLoss, term: Tensor, divisors: TokenCounts | None
 ) -> WeightedLoss:
-    """Adds ``LossOutput.microbatch_loss``, divided by the number of microbatches with tokens.
+    """Returns ``weighted`` with one more term, ``LossOutput.microbatch_loss``, and its cotangent.
 
-    A microbatch without tokens adds nothing. Raises ``ValueError`` without ``divisors``.
+    The cotangent is 1 / ``divisors.num_microbatches``. A microbatch without tokens adds no term, or
+    where the host cannot read its weights, one with cotangent 0. Raises ``ValueError`` without
+    ``divisors``.
     """
     if divisors is None:
         raise ValueError(
@@ -105,7 +107,7 @@ def _with_microbatch_loss(
 
 
 def denominators(total: TokenCounts) -> TokenCounts:
-    """Casts the number of tokens to a float that holds it, and replaces one not above 0 by 1.
+    """Returns counts whose number of tokens is a float to divide by: 1 if it was not above 0.
 
     The float is float32 for an integer up to 2²⁴ that the host reads, and float64 otherwise. It is
     no clamp: 0.25 stays. The number of microbatches stays, too.
@@ -133,8 +135,8 @@ def weighted_sum(
 ) -> Tensor:
     """Computes Σ term · cotangent, where a term at a cotangent of zero may even be NaN.
 
-    ``torch.where`` drops such terms, so that exactly zero flows back to them. If ``constant``, the
-    sum has no derivative, and nothing is dropped if the host sees that it is finite.
+    ``torch.where`` drops these terms, so that exactly zero flows back to them. If ``constant``, the
+    sum is detached. There must be one term at least.
 
     >>> weighted_sum([torch.tensor([1.0, math.nan])], [torch.tensor([0.5, 0.0])])
     tensor(0.5000)
@@ -197,7 +199,8 @@ def as_loss_output(output: object) -> LossOutput:
 def match_weights(terms: LossOutput, counted: Tensor | None) -> Tensor:
     """Returns the weights, ``counted`` by a ``weight_fn`` or of the loss, on the losses' device.
 
-    Raises unless there is exactly one of the two, not nested and of the shape of the losses.
+    Raises ``ValueError`` unless there is exactly one of the two, of the shape of the losses, and
+    ``TypeError`` for nested tensors. Weights of the loss are checked by ``validate_weights``.
     """
     if counted is not None and terms.weights is not None:
         raise ValueError(
@@ -227,7 +230,7 @@ def match_weights(terms: LossOutput, counted: Tensor | None) -> Tensor:
 
 
 def _shape_mismatch(losses: torch.Size, weights: torch.Size) -> str:
-    """Describes, for a message, the likely mistake behind two different shapes, and the way out."""
+    """Returns a message's part: the likely mistake behind two different shapes, and the way out."""
     if not losses:
         return (
             "loss_fn must return one loss per token; a scalar is most likely a mean or a sum: take "

@@ -46,7 +46,7 @@ def weight_fn(batch: Batch) -> Tensor:
 
 
 def make_optimizer(rates: Rates) -> ps.optim.Optimizer:
-    """Makes SGD with momentum, and a learning rate for each layer."""
+    """Makes SGD with momentum that trains each layer at its rate; ``rates`` has all layers."""
     optimizers = {}
     for layer, rate in rates.items():
         optimizers[layer] = ps.optim.sgd(rate, momentum=MOMENTUM)
@@ -54,7 +54,10 @@ def make_optimizer(rates: Rates) -> ps.optim.Optimizer:
 
 
 def train(rates: Rates, run: Any) -> Tensor:
-    """Trains one run; returns each update's loss, and at last that of rows it has not seen."""
+    """Trains one run; returns the loss before each update, then the final loss on unseen rows.
+
+    All are in one tensor, of shape ``(UPDATES + 1,)``. Derivatives by the rates flow through it.
+    """
     optimizer = make_optimizer(rates)
     update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
     params = run["params"]
@@ -71,7 +74,7 @@ def train(rates: Rates, run: Any) -> Tensor:
 
 
 def sample_run(generator: torch.Generator) -> Any:
-    """Draws ``params``, and float64 rows ``x`` and ``y``, under the name ``batches``.
+    """Draws a run: initial ``params``, and ``batches``, a dict of float64 rows ``x`` and ``y``.
 
     y is a function of x that is made of waves. The rows are not cut into batches yet: there are
     ``2 * ROWS`` for each update and for one unseen batch.
@@ -98,7 +101,7 @@ def sample_runs(num_runs: int, generator: torch.Generator) -> Any:
 
 
 def compute_losses(log_rates: Rates, runs: Any) -> Tensor:
-    """Trains all runs at once; returns the losses of ``train``, ``(runs, updates + 1)``."""
+    """Trains all stacked runs at once; returns the losses of ``train``, ``(runs, UPDATES + 1)``."""
     rates = tree.map(torch.exp, log_rates)
     train_all = torch.vmap(train, in_dims=(None, 0))
     losses: Tensor = train_all(rates, runs)
@@ -106,7 +109,7 @@ def compute_losses(log_rates: Rates, runs: Any) -> Tensor:
 
 
 def compute_final_losses(log_rates: Rates, runs: Any) -> Tensor:
-    """Trains all runs at once; returns the loss at the end of each."""
+    """Trains all stacked runs at once; returns the loss of each on unseen rows, ``(runs,)``."""
     losses = compute_losses(log_rates, runs)
     return losses[:, -1]
 
@@ -123,7 +126,10 @@ def share_rate(log_rate: Tensor) -> Rates:
 
 
 def find_best_single_rate(runs: Any) -> Rates:
-    """Returns the logarithm of the best rate of 16, for all layers: the least mean final loss."""
+    """Returns the logarithm of the best of 16 single rates, under the name of every layer.
+
+    The best one has the least mean final loss over the runs; NaN counts as infinite.
+    """
 
     def compute_mean_loss(log_rate: Tensor) -> Tensor:
         log_rates = share_rate(log_rate)
@@ -140,7 +146,10 @@ def find_best_single_rate(runs: Any) -> Rates:
 def learn_rates(
     log_rates: Rates, num_steps: int, generator: torch.Generator
 ) -> list[Rates]:
-    """Learns the logarithms of the rates; returns the initial ones, then those of each update."""
+    """Learns the logarithms of the rates by AdamW, on ``RUNS`` new runs in each outer update.
+
+    Returns the initial ones, then those after each update. Shows a progress bar.
+    """
     optimizer = ps.optim.adamw(0.1, weight_decay=0.0)
     update_step = ps.make_update_step(
         compute_final_losses,
@@ -157,7 +166,7 @@ def learn_rates(
 
 
 def plot_rates(axes: Any, path: list[Rates]) -> None:
-    """Plots the rate of each layer over the outer updates."""
+    """Plots the rate of each layer over the outer updates; ``path`` has the logarithms."""
     styles = [
         (picture.BLUE, 5),
         (picture.GREEN, -5),
@@ -196,7 +205,7 @@ def plot_losses(axes: Any, single: Tensor, learned: Tensor) -> None:
 
 
 def print_rates(single: Rates, learned: Rates) -> None:
-    """Prints the rate of each layer, before and after learning."""
+    """Prints the rate of each layer before and after learning, from their logarithms."""
     for layer in LAYERS:
         old = single[layer].exp()
         new = learned[layer].exp()
@@ -204,7 +213,10 @@ def print_rates(single: Rates, learned: Rates) -> None:
 
 
 def print_gain(before: Tensor, after: Tensor) -> None:
-    """Prints the losses at the end of unseen runs, without and with learned rates."""
+    """Prints the mean final losses without and with learned rates, and their mean difference.
+
+    The difference has its standard error. Both tensors are of shape ``(runs, UPDATES + 1)``.
+    """
     final_before = before[:, -1]
     final_after = after[:, -1]
     gain = final_before - final_after
@@ -218,7 +230,10 @@ def print_gain(before: Tensor, after: Tensor) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
-    """Learns rates; prints, plots and returns the losses of unseen runs without and with them."""
+    """Learns rates; prints, plots and returns the losses of unseen runs without and with them.
+
+    Both results are of shape ``(runs, UPDATES + 1)``. The picture is written to ``--picture``.
+    """
     parser = picture.make_parser(__doc__, "hypergradients", 60)
     options = parser.parse_args(arguments)
     generator = torch.Generator().manual_seed(0)

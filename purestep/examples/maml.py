@@ -71,7 +71,9 @@ def evaluate_sinusoid(x: Tensor, amplitude: Tensor, phase: Tensor) -> Tensor:
 def sample_tasks(num_tasks: int, generator: torch.Generator) -> Batch:
     """Draws sinusoids of amplitudes from 0.1 to 5 and any phase.
 
-    Each has points to learn from, its support, and as many to predict, its query.
+    Each has ``SHOTS`` points to learn from, its support, and as many to predict, its query. Leaves
+    are ``amplitude`` and ``phase`` of shape (tasks, 1), and ``support_x``, ``support_y``,
+    ``query_x`` and ``query_y`` of shape (tasks, ``SHOTS``).
     """
     of_task = (num_tasks, 1)
     of_points = (num_tasks, SHOTS)
@@ -90,7 +92,7 @@ def sample_tasks(num_tasks: int, generator: torch.Generator) -> Batch:
 
 
 def adapt(start: Start, task: Batch, num_updates: int) -> list[Params]:
-    """Trains on a task's support by SGD; returns the start, then the params after each update."""
+    """Trains on one task's support by SGD; returns its params before and after each update."""
     optimizer = ps.optim.sgd(start.rate)
     update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
     support = {"x": task["support_x"], "y": task["support_y"]}
@@ -105,7 +107,7 @@ def adapt(start: Start, task: Batch, num_updates: int) -> list[Params]:
 
 
 def compute_errors(start: Start, tasks: Batch, num_updates: int) -> Tensor:
-    """Adapts to each task; returns squared errors on queries, ``(tasks, updates + 1, points)``."""
+    """Adapts to each task; returns query errors, squared, ``(tasks, num_updates + 1, points)``."""
 
     def compute_task_errors(task: Batch) -> Tensor:
         query = {"x": task["query_x"], "y": task["query_y"]}
@@ -121,7 +123,8 @@ def compute_errors(start: Start, tasks: Batch, num_updates: int) -> Tensor:
 def learn_initialization(num_updates: int, num_steps: int) -> Params:
     """Learns parameters that have little error after ``num_updates`` of adaptation to a task.
 
-    With 0 updates, this is ordinary training. ``num_steps`` counts the outer updates.
+    With 0 updates, this is ordinary training. ``num_steps`` counts the outer updates. The initial
+    params and the tasks are the same in each call. Shows a progress bar.
     """
     generator = torch.Generator().manual_seed(0)
     widths = (1, WIDTH, WIDTH, 1)
@@ -155,7 +158,7 @@ def learn_initialization(num_updates: int, num_steps: int) -> Params:
 
 
 def find_best_rate(params: Params, tasks: Batch) -> Tensor:
-    """Returns the best of 24 rates: the one with the least mean error after adaptation."""
+    """Returns the one of 24 rates with the least mean error after ``MAX_UPDATES`` of adaptation."""
 
     def compute_final_error(rate: Tensor) -> Tensor:
         start = Start(params, rate)
@@ -170,7 +173,7 @@ def find_best_rate(params: Params, tasks: Batch) -> Tensor:
 
 
 def select_largest(tasks: Batch) -> Batch:
-    """Returns the one task with the largest amplitude, without the dimension of tasks."""
+    """Returns the task with the largest amplitude, without the dimension of tasks."""
     largest = int(tasks["amplitude"].argmax())
     task = {}
     for name, leaf in tasks.items():
@@ -179,12 +182,12 @@ def select_largest(tasks: Batch) -> Batch:
 
 
 def average_errors(errors: Tensor) -> Tensor:
-    """Averages errors of shape (tasks, updates, points) to one mean for each update."""
+    """Averages errors of shape (tasks, updates, points) over tasks and points."""
     return errors.mean((0, 2))
 
 
 def plot_fits(axes: Any, starts: Sequence[Start], task: Batch) -> None:
-    """Plots a sinusoid, what each start predicts once adapted, and the points to learn from."""
+    """Plots a task's sinusoid, its support, and what each start predicts after ``UPDATES``."""
     x = torch.linspace(-5, 5, 200, dtype=torch.float64)
     sinusoid = evaluate_sinusoid(x, task["amplitude"], task["phase"])
     axes.plot(x, sinusoid, color="0.8", linewidth=5)
@@ -208,7 +211,7 @@ def plot_fits(axes: Any, starts: Sequence[Start], task: Batch) -> None:
 
 
 def plot_errors(axes: Any, errors: Mapping[str, Tensor]) -> None:
-    """Plots the mean error of each start over the updates of a task."""
+    """Plots the mean error of each start, by name, over the updates of a task."""
     updates = range(MAX_UPDATES + 1)
     heights = [-13, 13]  # of the names, below and above their curves
     for i, name in enumerate(errors):
@@ -223,7 +226,7 @@ def plot_errors(axes: Any, errors: Mapping[str, Tensor]) -> None:
 
 
 def print_errors(errors: Mapping[str, Tensor]) -> None:
-    """Prints the mean errors of each start before the first update of a task, and after some."""
+    """Prints each start's mean error before adaptation, after ``UPDATES``, and ``MAX_UPDATES``."""
     for name, values in errors.items():
         means = average_errors(values)
         print(
@@ -234,7 +237,11 @@ def print_errors(errors: Mapping[str, Tensor]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Tensor]:
-    """Learns both initialisations; prints, plots and returns their errors on unseen tasks."""
+    """Learns one initialisation in the ordinary way, and one through the update, and compares both.
+
+    Prints, plots and returns their errors on unseen tasks, of shape (tasks, updates + 1, points).
+    The picture is written to ``--picture``.
+    """
     parser = picture.make_parser(__doc__, "maml", 2000)
     options = parser.parse_args(arguments)
     plain = learn_initialization(0, options.steps)

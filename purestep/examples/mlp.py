@@ -16,9 +16,9 @@ def init(
     gain: float = 1.0,
     dtype: Any = torch.float64,
 ) -> Params:
-    """Draws a weight and a zero bias for each pair of neighbouring widths, from input to output.
+    """Draws a ``weight`` and a zero ``bias`` for each pair of neighbouring widths, input first.
 
-    A layer's outputs are ``gain`` times as large as its inputs, on average.
+    A layer's outputs, before tanh, are ``gain`` times as large as its inputs, on average.
     """
     params = []
     for fan_in, fan_out in pairwise(widths):
@@ -33,7 +33,7 @@ def init(
 
 
 def apply(params: Params, x: Tensor) -> Tensor:
-    """Maps rows of the first width to rows of the last, with tanh between the layers."""
+    """Maps rows of the first width to rows of the last, with tanh after all layers but the last."""
     *hidden, last = params
     for layer in hidden:
         x = torch.tanh(x @ layer["weight"] + layer["bias"])

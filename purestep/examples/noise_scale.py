@@ -44,7 +44,7 @@ class NoiseScale(NamedTuple):
 
     @property
     def scale(self) -> Tensor:
-        """Returns the noise scale tr Σ / ‖G‖², in tokens."""
+        """Returns the noise scale tr Σ / ‖G‖², in tokens, which is negative where ‖G‖² is."""
         return self.trace / self.squared_norm
 
 
@@ -58,15 +58,15 @@ def measured_update_step(
     weight_fn: WeightFn = ps.label_weights,
     axis: ps.Axis = ps.LocalAxis(),
 ) -> tuple[Any, Any, NoiseScale]:
-    """Makes one update and measures its noise: new params, optimizer state, noise scale.
+    """Makes one update and measures its noise; returns params, optimizer state and ``NoiseScale``.
 
     A token's gradient has the mean G and the covariance Σ. Of K microbatches with nₖ tokens and
     mean gradients gₖ, and of their mean g over all N tokens:
 
         E (Σₖ nₖ ‖gₖ‖² − N ‖g‖²) = (K − 1) tr Σ          E ‖g‖² = ‖G‖² + tr Σ / N
 
-    K counts microbatches with tokens, over all ranks: two at least, drawn independently. Weights
-    are 0 and 1.
+    K counts microbatches with tokens, over all ranks: two at least, drawn independently. With
+    fewer, ``squared_norm`` is not finite, but the update is right. Weights must be 0 or 1.
 
     >>> group = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])]
     >>> sgd, w = ps.optim.sgd(0.5), torch.tensor(0.0)
@@ -104,7 +104,7 @@ def measured_update_step(
 
 
 def compute_noise_scale(params: Params, data: Batch) -> NoiseScale:
-    """Computes the noise scale of all of the data from the gradient of every example: exactly."""
+    """Computes the exact noise scale of all of the data, from the gradient of every example."""
 
     def compute_example_loss(params: Params, example: Batch) -> Tensor:
         batch = tree.map(lambda leaf: leaf[None], example)
@@ -123,7 +123,7 @@ def compute_noise_scale(params: Params, data: Batch) -> NoiseScale:
 
 
 def average(estimates: Sequence[NoiseScale]) -> NoiseScale:
-    """Averages ``trace`` and ``squared_norm`` apart: a mean of ratios would be biased."""
+    """Averages ``trace`` and ``squared_norm`` by themselves: a mean of ratios would be biased."""
     traces = [estimate.trace for estimate in estimates]
     squared_norms = [estimate.squared_norm for estimate in estimates]
     return NoiseScale(
@@ -133,7 +133,7 @@ def average(estimates: Sequence[NoiseScale]) -> NoiseScale:
 
 
 def sample_group(data: Batch, generator: torch.Generator) -> list[Batch]:
-    """Draws the microbatches of one step, of sizes ``SIZES``, from the rows with replacement."""
+    """Draws one step's microbatches, of ``SIZES`` rows, from ``EXAMPLES`` with replacement."""
     num_rows = sum(SIZES)
     rows = torch.randint(EXAMPLES, (num_rows,), generator=generator)
     group = []
@@ -152,9 +152,11 @@ class Window(NamedTuple):
 
 
 def measure(num_steps: int) -> list[Window]:
-    """Trains; returns the mean estimate and the exact noise scale for each window of steps.
+    """Trains; returns the estimated and the exact noise scale for each window of steps.
 
-    A window has two steps at least. Steps that fill no window are left out.
+    The estimate is that of the averaged ``NoiseScale``; the exact one is of the window's middle. A
+    window has two steps at least, and there is one at least. Steps that fill no window are not
+    made.
     """
     generator = torch.Generator().manual_seed(0)
     params = init(generator)
@@ -188,7 +190,7 @@ def measure(num_steps: int) -> list[Window]:
 
 
 def plot(path: Path, windows: list[Window]) -> None:
-    """Plots both noise scales over the steps, and saves the picture."""
+    """Plots both noise scales over the steps, writes the picture to a file, and prints its path."""
     figure, (axes,) = picture.make_panels(
         "The noise scale grows while the model learns"
     )
@@ -221,7 +223,7 @@ def plot(path: Path, windows: list[Window]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Window]:
-    """Trains and measures; prints, plots and returns the noise scales."""
+    """Trains and measures; prints and returns the noise scales, and plots them to ``--picture``."""
     parser = picture.make_parser(__doc__, "noise_scale", 240)
     options = parser.parse_args(arguments)
     windows = measure(options.steps)

@@ -22,7 +22,10 @@ FONT_SIZE = 15
 def make_parser(
     description: str | None, name: str, steps: int
 ) -> argparse.ArgumentParser:
-    """Makes a command line: ``--steps``, and ``--picture``, which defaults to ``name``.png."""
+    """Makes a parser of two options, ``--steps`` and ``--picture``, an int and a ``Path``.
+
+    They default to ``steps`` and to ``name`` with the suffix ".png".
+    """
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawTextHelpFormatter,
@@ -36,7 +39,7 @@ def make_parser(
 
 
 def positive_int(text: str) -> int:
-    """Parses a whole number for ``argparse``; raises its error below 1."""
+    """Parses a whole number for ``argparse``; raises ``ArgumentTypeError`` below 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
@@ -44,7 +47,7 @@ def positive_int(text: str) -> int:
 
 
 def writable_path(text: str) -> Path:
-    """Parses a path for ``argparse``; raises its error unless the folder exists.
+    """Parses a path for ``argparse``; raises ``ArgumentTypeError`` if its folder cannot be read.
 
     A long run should not fail at its end.
     """
@@ -74,7 +77,7 @@ def make_panels(*titles: str, **options: Any) -> tuple[Figure, list[Any]]:
 
 
 def plot_line(axes: Any, x: Any, y: Any, color: str, **options: Any) -> None:
-    """Plots a curve; ``options`` go to ``axes.plot``."""
+    """Plots a curve into a panel; ``options`` go to ``axes.plot``."""
     axes.plot(x, y, color=color, linewidth=1.8, markersize=4, **options)
 
 
@@ -86,7 +89,10 @@ def annotate(
     shift: tuple[float, float] = (6, 0),
     **options: Any,
 ) -> None:
-    """Writes text beside a point of a panel; ``shift``, right and up, is in points of type."""
+    """Writes text beside a point of a panel, moved right and up by ``shift``, in points of type.
+
+    ``options`` go to ``axes.annotate``, and replace the settings here.
+    """
     settings = {
         "xytext": shift,
         "textcoords": "offset points",
@@ -104,7 +110,7 @@ def annotate_end(
     color: str,
     shift: tuple[float, float],
 ) -> None:
-    """Writes text above or below the right end of a curve, by ``shift`` in points of type."""
+    """Writes text that ends at a curve's last point, moved right and up by ``shift`` in points."""
     end = (x[-1], y[-1])
     annotate(axes, text, end, color, shift, ha="right")
 

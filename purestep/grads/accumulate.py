@@ -64,7 +64,8 @@ def accumulate(
 
     ``psum`` the result over the ranks once. Gradients are added in place during the backward pass,
     so only one tree of them is alive. The loss may do what it may do in ``make_update_step``.
-    Raises ``ValueError`` if there are tokens, but no loss depends on params.
+    Raises ``ValueError`` if there are tokens, but no loss depends on params. It also does so if the
+    sequence yields more or fewer microbatches than its length.
 
     Args:
         loss_fn: returns one loss per token, or ``LossOutput``.
@@ -78,7 +79,8 @@ def accumulate(
             dtype.
 
     Returns:
-        ``GradSums(grads, loss, counts, aux)``. ``counts`` are those of these microbatches only.
+        ``GradSums(grads, loss, counts, aux)``. ``counts`` are those of these microbatches only,
+        and ``aux`` is the sum of theirs.
 
     >>> group = [{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([6.0])}]
     >>> from purestep import count_tokens
@@ -121,10 +123,12 @@ def accumulate_group(
 
     Params are the tree of ``spec`` with these leaves. ``divisors`` are the ``denominators`` of the
     counts of all ranks; None: plain sums. In the last backward pass, a backend may replace each
-    leaf's sum by what ``on_grad_ready`` returns for it. ``needs_checks`` raises for a loss that
-    writes to params, or that recomputes with other parameters.
+    leaf's sum by what ``on_grad_ready`` returns for it. With ``needs_checks``, a loss that writes
+    to params or recomputes with other parameters raises, and likely mistakes get hints. In a
+    compiler's trace, a ``Stacked`` group takes ``scan_group``, which ignores both.
 
-    Raises ``ValueError`` if there are tokens, but no loss depends on params.
+    Raises ``ValueError`` if there are tokens, but no loss depends on params. It also does so if the
+    group yields more or fewer microbatches than its length.
     """
     if torch.compiler.is_dynamo_compiling() and is_scanned(group, leaves):
         return scan_group(
@@ -190,9 +194,11 @@ def accumulate_group(
 
 
 def detach_data(microbatch: Microbatch, is_recorded: bool) -> tuple[Microbatch, bool]:
-    """Returns a detached microbatch and False: ``requires_grad_()`` in a loss spares the original.
+    """Returns the microbatch that a loss gets, and whether its part of the step is recorded.
 
-    If the step is recorded, or data have a graph, it returns the microbatch itself, and True.
+    If the step is recorded, or data have a graph, these are the microbatch itself and True. Else
+    they are a copy with detached tensors, and False: ``requires_grad_()`` in a loss spares the
+    original. A detached tensor requires grad if the original does.
     """
     leaves, spec = tree.flatten(microbatch)
     detach: Callable[[Any], Any] = Tensor.detach
@@ -206,7 +212,9 @@ def detach_data(microbatch: Microbatch, is_recorded: bool) -> tuple[Microbatch, 
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """Names what runs in the context, for ``torch.profiler``; without a profiler it does nothing.
+    """Names what runs in the returned context, for ``torch.profiler``.
+
+    Without a profiler, or in a compiler's trace, the context does nothing.
 
     >>> from torch.profiler import profile
     >>> with profile() as prof, profiler_range("purestep.example"):
@@ -248,7 +256,7 @@ def _add_aux_leaf(total: Tensor, leaf: Tensor) -> Tensor:
 
 
 def sum_losses(losses: list[Tensor], like: Tensor) -> Tensor:
-    """Adds the losses of all microbatches in float64, and returns the sum in their dtype.
+    """Returns the sum of scalar losses in their dtype, added in float64; a single one as it is.
 
     Without any, returns a scalar zero on the device of ``like``, in float32 at least.
 

@@ -45,8 +45,9 @@ def make_backends(
 ) -> GradBackends:
     """Makes the backends of a loss; call it once for all updates, so that a loss compiles once.
 
-    ``compile_`` compiles the plain backend. With a ``grad_and_value`` of the user's, the recorded
-    one is the same. Raises ``TypeError`` if that is not callable.
+    ``compile_`` compiles the plain backend. If ``grad_and_value`` is not the default, all backends
+    call it, and the plain and the recorded one are the same. Raises ``TypeError`` if it is not
+    callable.
     """
     validation.check_callable("grad_and_value", grad_and_value)
     if grad_and_value is not default_grad_and_value:

@@ -30,11 +30,11 @@ from purestep.types import GradHook, LossFn, Tree
 def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
     """Makes a backend whose single graph differentiates the loss and makes or updates the sums.
 
-    With ``needs_checks``, a first microbatch also runs the loss eagerly. Not all that the compiler
-    takes has a graph with its gradients: a checkpoint has none. Then the loss is compiled as torch
-    compiles it, whose autograd has a second graph for the backward pass, and ``inplace_backward``
-    adds the gradients. If there is no such graph either, a warning says why, and the loss runs
-    eagerly.
+    With ``needs_checks``, the first microbatch of a group also runs the loss eagerly. A loss with a
+    checkpoint, say, has no single graph. Then the loss alone is compiled, autograd has a second
+    graph for the backward pass, and ``inplace_backward`` adds the gradients. If there is no graph
+    of the loss either, a warning says why, and the loss runs eagerly. ``on_grad_ready`` is called
+    for every leaf by the single graph's backend, also where no gradient arrives.
     """
 
     grads_of = in_graphs(vjp_grads, is_autograd=True)
@@ -99,10 +99,10 @@ def backward_of_compiled_loss(
     compile_: bool | Compiler,
     own_leaves: Callable[[], list[Tensor]] | None = None,
 ) -> GradFn:
-    """Makes a function that runs ``inplace_backward`` of the compiled loss.
+    """Makes a backend that runs ``inplace_backward`` of the compiled loss.
 
-    Where the loss makes no graph, it warns, and runs the loss eagerly. ``own_leaves`` returns the
-    leaves to differentiate, where they are the parameters of a module.
+    Where the loss or its backward pass makes no graph, it warns, and runs the loss eagerly.
+    ``own_leaves`` returns the leaves to differentiate, where they are the parameters of a module.
     """
     compiled_loss = graph.compile_one_graph(loss_fn, compile_)
     by_autograd = inplace_backward(compiled_loss, own_leaves)
@@ -124,9 +124,9 @@ def backward_of_compiled_loss(
 
 
 def _check_eagerly(loss_fn: LossFn, inputs: MicrobatchInputs) -> None:
-    """Runs the loss once in eager mode: checks inside it, as of a module's call, see no trace.
+    """Runs the loss once eagerly, for the checks inside it, as of a module's first call.
 
-    Restores the random generators, so that the graph draws the same numbers.
+    Drops its output. Restores the random generators, so that the graph draws the same numbers.
     """
     leaves = [leaf.detach().requires_grad_() for leaf in inputs.leaves]
     with torch.enable_grad(), preserve_generators(inputs.leaves[0].device):
@@ -134,7 +134,7 @@ def _check_eagerly(loss_fn: LossFn, inputs: MicrobatchInputs) -> None:
 
 
 def preserve_generators(device: torch.device) -> Any:
-    """Restores the random generators of the host and of the device at the end of the context."""
+    """Returns a context that restores torch's generators of the host and the device at its end."""
     has_generator = hasattr(getattr(torch, device.type, None), "get_rng_state")
     if device.type == "cpu" or not has_generator:
         return torch.random.fork_rng(devices=[])

@@ -49,8 +49,9 @@ def functional_backward(
     """Makes a backend that differentiates the loss by ``grads_of`` and adds gradients out of place.
 
     It never calls ``on_grad_ready``. It detaches gradients and results unless params or data may be
-    differentiated. ``copy`` clones what ``grads_of`` may keep: a compiler writes to its results in
-    the next call.
+    differentiated. ``compile_`` compiles the differentiation, or runs it eagerly with a warning
+    where it has no graph. ``copy`` clones the loss and each leaf's first gradient: a compiler
+    writes to its results in the next call.
     """
     differentiate = functools.partial(microbatch_grads, loss_fn, grads_of)
     run = graph.compile_or_fall_back(differentiate, compile_)
@@ -83,9 +84,10 @@ def microbatch_grads(
     weights: Tensor | None,
     denominators: TokenCounts | None,
 ) -> tuple[list[Tensor], MicrobatchResult]:
-    """Returns the gradients of a microbatch's part of the loss, and its other results.
+    """Returns the gradients of a microbatch's part of the loss by params' leaves, and its result.
 
-    Both keep the graph that ``grads_of`` gives them.
+    Both keep the graph that ``grads_of`` gives them. ``weights`` and ``denominators`` are as in
+    ``MicrobatchInputs``.
     """
     leaves, spec = tree.flatten(params)
     depends_on_params = True
@@ -110,7 +112,7 @@ def microbatch_grads(
 
 
 def in_graphs(grads_of: GradsOf, *, is_autograd: bool = False) -> GradsOf:
-    """Wraps ``grads_of`` to work in a compiler's trace, too, at sizes that vary.
+    """Wraps ``grads_of`` to work in a compiler's trace, too, in a graph whose sizes may vary.
 
     ``is_autograd`` says that autograd would give the same gradients. Then autograd takes the place
     of ``grads_of`` in a trace, unless further derivatives may be taken. Autograd takes more
@@ -139,8 +141,8 @@ def _traced_grads(
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     """Differentiates ``function(*leaves) -> (value, aux)`` by autograd, in a trace.
 
-    Returns gradients, value and aux, all detached. The compiler fails in the body of a
-    ``torch.cond``, where autograd gives zeros.
+    Returns gradients, value and aux, all detached. Makes the compiler fail in the body of a
+    ``torch.cond``, say, where autograd would give zeros.
     """
     graph.refuse_bodies()
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
@@ -170,7 +172,7 @@ def from_user_grad_and_value(grad_and_value: GradAndValue) -> GradsOf:
 def detach_results(
     grads: list[Tensor], result: MicrobatchResult
 ) -> tuple[list[Tensor], MicrobatchResult]:
-    """Returns gradients and result, detached: tensors that a loss closes over are constants."""
+    """Returns gradients and result without a graph, not even to tensors that a loss closes over."""
     detached = MicrobatchResult(
         result.loss.detach(),
         result.weights.detach(),
@@ -185,7 +187,8 @@ def add_grads(
 ) -> None:
     """Adds gradients to the accumulator's sums out of place, so that sums may be recorded.
 
-    Each is made dense and cast to its sum's dtype. ``copy`` clones the first gradient of each leaf.
+    Each is made dense and cast to its sum's dtype. A first gradient becomes the sum itself, or with
+    ``copy`` its clone. Changes the list ``accumulator.values``.
     """
     values = accumulator.values
     for index, (grad, dtype) in enumerate(zip(grads, accumulator.dtypes, strict=True)):

@@ -30,8 +30,9 @@ def grad_and_value(
 
     ``torch.func`` keeps every activation until the backward pass ends, for a second derivative.
     This function frees each activation as soon as the backward pass has used it. Under a transform
-    it calls ``torch.func.vjp``, where second derivatives work. So it does, after a first try, where
-    ``func`` closes over tensors that require grad, as a loss does that differentiates by its data.
+    it calls ``torch.func.vjp``, where second derivatives work. So it does where ``func`` closes
+    over tensors that require grad, as a loss does that differentiates by its data. There ``func``
+    runs twice. Elsewhere gradients, value and aux are detached.
 
     Args:
         func: a function that returns a scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
@@ -40,6 +41,7 @@ def grad_and_value(
 
     Returns:
         A function that returns ``(grads, value)``, or ``(grads, (value, aux))`` with ``has_aux``.
+        It raises ``ValueError`` for an output of another form, and if a position has no argument.
 
     >>> grads, value = grad_and_value(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([3.0])})
     >>> grads, value
@@ -90,8 +92,8 @@ def _free_as_it_runs(
     """Differentiates by autograd's own pass, which frees activations as it runs.
 
     Returns gradients, value and aux, all detached. In grad mode, it returns None where the value
-    depends on other tensors that require grad. It may be differentiated by these later, as in a
-    loss that differentiates by its data.
+    depends on other tensors that require grad, since it may be differentiated by these later. Then
+    ``function`` has run, but no backward pass.
     """
     accumulator = GradAccumulator([None] * len(leaves), [leaf.dtype for leaf in leaves])
     variables = [leaf.detach().requires_grad_() for leaf in leaves]

@@ -28,11 +28,11 @@ from purestep.types import GradHook, LossFn, Tree
 def inplace_backward(
     loss_fn: LossFn, own_leaves: Callable[[], list[Tensor]] | None = None
 ) -> GradFn:
-    """Makes a backend that runs autograd's own pass, on leaves made for one microbatch alone.
+    """Makes a backend by which autograd's own pass adds gradients to the sums in place.
 
-    It adds gradients in place to the sums. Hooks that a loss registers on these leaves, and
-    backward passes that it runs, end with them. With ``own_leaves``, the leaves are those that it
-    returns, which share the memory of the params.
+    The loss gets detached aliases of the params, made for one microbatch alone. So hooks that it
+    registers on them, and gradients of backward passes that it runs, are gone afterwards. With
+    ``own_leaves``, the loss gets the leaves that it returns, which share the memory of the params.
     """
 
     def grad_fn(
@@ -96,11 +96,12 @@ def run_backward_into(
 ) -> bool:
     """Adds the gradients of Σ term · cotangent to the accumulator; clears ``.grad`` of the leaves.
 
-    It removes terms that require no grad, and their cotangents, from the lists. Returns False if no
-    term is left; else whether any leaf has a sum, even from an earlier microbatch. No sum shares
-    memory with ``data``. ``on_grad_ready`` takes each sum that the pass reaches, and returns the
-    tensor to keep. ``needs_checks`` warns of module parameters beside ``leaves``, and raises if the
-    loss recomputes with them, unless the leaves ``are_module_parameters`` themselves.
+    It removes terms that require no grad, and their cotangents, from the lists. If no term is left,
+    it returns False at once; else whether any leaf has a sum, even from an earlier microbatch. The
+    graph is freed. No sum shares memory with ``data``, cotangents, leaves or another sum.
+    ``on_grad_ready`` takes each sum that the pass reaches, and returns the tensor to keep.
+    ``needs_checks`` warns of module parameters beside ``leaves``, and raises if the loss recomputes
+    with them, unless the leaves ``are_module_parameters`` themselves.
     """
     for index in reversed(range(len(terms))):
         if not terms[index].requires_grad:
@@ -195,7 +196,7 @@ def _call_grad_hook(
 ) -> None:
     """Replaces a leaf's ``.grad`` by what ``on_grad_ready`` returns for it; leaves None alone.
 
-    A sum that has moved is also written to ``totals_before``: it is no new one.
+    Another tensor than the sum is also written to ``totals_before``, so that none clones it.
     """
     total = leaf.grad
     if total is None:  # A torch.autograd.Function may return none for it.
@@ -210,7 +211,7 @@ def clone_aliased(
     others: Sequence[Any] = (),
     totals_before: Sequence[Tensor | None] = (),
 ) -> None:
-    """Replaces each new gradient in the list that shares memory by a clone, which can be added to.
+    """Replaces new gradients that share memory by clones in the list, so that they can be added to.
 
     Both gradients of ``torch.stack([a, b]).sum(0)``, say, lie in one storage, with the cotangent.
     And a ``torch.autograd.Function`` may return a param or data that it has saved: ``others``. An

@@ -47,7 +47,7 @@ class Repeated(NamedTuple):
 def accept_repeated(loss_fn: LossFn, gather: Gather) -> LossFn:
     """Wraps a loss to take ``Repeated`` microbatches, too.
 
-    Their ``aux`` is dropped, since the microbatch has added it before. Returns the loss itself
+    Of these, ``aux`` is dropped, since the microbatch has added it before. Returns the loss itself
     unless ``gather`` is "loss".
     """
     if gather != "loss":
@@ -66,7 +66,7 @@ def accept_repeated(loss_fn: LossFn, gather: Gather) -> LossFn:
 
 
 class PaddedMicrobatches(Sequence[Microbatch]):
-    """Appends one microbatch several times to a sequence, which makes its own as they are read."""
+    """Appends one microbatch several times to a sequence, whose microbatches are made when read."""
 
     def __init__(
         self, microbatches: Sequence[Microbatch], padding: Microbatch, times: int
@@ -96,9 +96,9 @@ def pad_microbatches(
 ) -> WeightedMicrobatches:
     """Appends microbatches without tokens until the group has ``length``; counts stay.
 
-    Each is ``JOIN``, for which no loss runs. With ``gather="loss"``, each is the last microbatch
-    again, at weight 0. There a group without ``weight_fn`` stays as it is: its losses return the
-    weights.
+    ``length`` is at least that of the group. Each is ``JOIN``, for which no loss runs. With
+    ``gather="loss"``, each is the last microbatch again, at weight 0, so the group must have one.
+    There a group without ``weight_fn`` stays as it is: its losses return the weights.
 
     >>> group = WeightedMicrobatches([torch.ones(2)], [torch.ones(2)], None)
     >>> pad_microbatches(group, 2, "loss", torch.ones_like).weights
@@ -126,7 +126,7 @@ def pad_microbatches(
 def gather_in_backends(backends: GradBackends, gather: Gather) -> GradBackends:
     """Wraps backends, so that sharded params are gathered where ``gather`` says.
 
-    "step": they are gathered before, once, and the backends stay as they are. "microbatch": the
+    "step": the caller has gathered them once, and the backends stay as they are. "microbatch": the
     backends see params gathered for one microbatch, and their gradients become shards. "loss": the
     loss gathers params, and all ranks scatter their gradients together in the backward pass.
     """
@@ -142,9 +142,10 @@ def _with_check_of_grads(
     accumulator: GradAccumulator,
     on_grad_ready: GradHook | None,
 ) -> MicrobatchResult:
-    """Computes gradients; raises ``ValueError`` if none reaches a param and others would wait.
+    """Calls ``grad_fn``; raises ``ValueError`` if the loss reaches no param and others would wait.
 
-    Such a rank scatters no gradients. The others would wait for it at the next gather.
+    That is where a param is sharded over ranks that run separate programs. This rank would scatter
+    no gradients, and the others would wait for it at the next gather.
     """
     result = grad_fn(inputs, accumulator, on_grad_ready)
     if not result.depends_on_params:

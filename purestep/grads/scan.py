@@ -27,7 +27,7 @@ from purestep.types import GradSums, TokenCounts, WeightFn
 def is_scanned(group: WeightedMicrobatches, leaves: Sequence[Tensor]) -> bool:
     """Returns whether a compiler traces a group as one loop body, instead of unrolling it.
 
-    False unless the group is ``Stacked`` and has several microbatches. False, too, where autograd
+    False unless the group is ``Stacked``, and for a single microbatch. False, too, where autograd
     or a transform may differentiate params or batch.
     """
     microbatches = group.microbatches
@@ -47,7 +47,8 @@ def scan_group(
 ) -> GradSums:
     """Sums loss and gradients of a stacked group by one ``scan``, as ``accumulate_group`` does.
 
-    Raises ``ValueError`` if the losses do not depend on params.
+    It is for a compiler's trace. Raises ``ValueError`` if the losses do not depend on params,
+    with or without tokens.
     """
     dtypes = [accum_dtype or accumulation_dtype(leaf.dtype) for leaf in leaves]
     microbatches: Any = group.microbatches

@@ -23,10 +23,9 @@ def check_tensors(**tensors: object) -> None:
 
 
 def promote_same_shape(**tensors: Tensor) -> list[Tensor]:
-    """Converts tensors to float32 or wider, and raises ``ValueError`` unless they have one shape.
+    """Returns the tensors in float32 or wider; raises ``ValueError`` unless they have one shape.
 
-    Integers get the widest dtype of all.
-
+    Integers and bools get the widest dtype of all. Raises ``TypeError`` for what is no tensor.
     Broadcasting would pair values of different units.
 
     >>> import torch
@@ -57,7 +56,7 @@ def promote_same_shape(**tensors: Tensor) -> list[Tensor]:
 
 
 def labels_to_int64(labels: Tensor) -> Tensor:
-    """Converts labels to int64, and raises ``TypeError`` for float or complex labels."""
+    """Returns labels in int64; raises ``TypeError`` for float or complex labels."""
     if labels.dtype == torch.int64:
         return labels
     if labels.is_floating_point() or labels.is_complex():
@@ -69,7 +68,7 @@ def labels_to_int64(labels: Tensor) -> Tensor:
 
 
 def check_temperature(temperature: float) -> None:
-    """Raises unless a temperature is positive and finite."""
+    """Raises ``ValueError`` unless a temperature is positive and finite."""
     if not 0 < temperature < math.inf:
         raise ValueError(
             f"temperature={temperature}: it divides logits, so take one above 0"

@@ -34,7 +34,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Returns ``cross_entropy(hidden @ weight.T, labels)``, from one chunk of logits at a time.
 
-    The backward pass computes logits again. For 4,096 tokens of 128k classes this takes less than a
+    That is one loss for each label, and 0 where it is ignored. Raises ``ValueError`` for shapes and
+    dtypes that do not fit together, and for ``soft_cap`` or ``chunk_size`` out of range. The
+    backward pass computes logits again. For 4,096 tokens of 128k classes this takes less than a
     fiftieth of the memory, and no more time (`benchmarks/speed/losses.py`).
 
     * **Gradients** are exact for any weights of the losses. A token without a label gets exactly
@@ -47,8 +49,8 @@ def linear_cross_entropy(
     Args:
         hidden: of shape ``labels.shape + (features,)``.
         weight: (classes, features), such as that of ``lm_head``, or of a tied embedding.
-        labels: class numbers, or ``ignore_index``. Others are refused. On a device or under a
-            compiler, where the host cannot look, their loss and gradients are NaN.
+        labels: class numbers, or ``ignore_index``. Others raise ``ValueError``, or on a device
+            or under a compiler, where the host cannot look, have NaN as loss and gradients.
         bias: (classes,), added to the logits.
         ignore_index: the label of positions that are no tokens, as in ``cross_entropy``.
         label_smoothing: how much of the target is spread evenly over all classes.
@@ -100,7 +102,7 @@ def linear_cross_entropy(
 
 
 def _check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
-    """Raises if a label is neither a class nor ``ignore_index``."""
+    """Raises ``ValueError`` if a label is neither a class nor ``ignore_index``."""
     is_outside = (labels < 0) | (labels >= num_classes)
     wrong = labels[is_outside & (labels != ignore_index)]
     if wrong.numel():
@@ -121,7 +123,9 @@ def linear_kl_divergence(
 ) -> Tensor:
     """Returns ``kl_divergence(hidden @ weight.T, teacher_hidden @ teacher_weight.T)``, in chunks.
 
-    Only under transforms and compilers are the full logits of student and teacher in memory.
+    That is one value for each token, of shape ``hidden.shape[:-1]``. Teacher tensors get gradients,
+    too. Only under transforms and compilers are the full logits of student and teacher in memory.
+    Raises ``ValueError`` for shapes and dtypes that do not fit together. Logits must be finite.
 
     Args:
         hidden: the student's, of shape tokens + (features,).
@@ -190,11 +194,11 @@ def _compute_chunk_of_divergence(
     teacher_head: Head,
     temperature: float,
 ) -> tuple[Tensor, ...]:
-    """Computes, from one chunk of classes, what each token's KL divergence is made of.
+    """Computes one chunk's parts of each token's KL divergence, each of shape (tokens,).
 
-    Returns the greatest logit and Σ exp of the student, both of the teacher, and Σ exp x′ · (x′ −
-    x). Here x and x′ are the student's and the teacher's logits, divided by the temperature.
-    Exponentials are of logits less the greatest one.
+    Returns the student's greatest logit and Σ exp x, both of the teacher, and Σ exp x′ · (x′ − x).
+    Here x and x′ are the student's and the teacher's logits, divided by the temperature. The
+    exponentials are of logits less the chunk's greatest one, which is detached.
     """
     x = compute_logits(hidden, head) / temperature
     teacher_x = compute_logits(teacher_hidden, teacher_head) / temperature
@@ -227,8 +231,8 @@ def _check_product(
 ) -> None:
     """Raises ``ValueError`` unless ``hidden @ weight.T`` has logits for tokens of this shape.
 
-    Without autocast, both need one dtype. ``tokens_name`` says in the message where the shape is
-    from.
+    Without autocast, both need one dtype. In the message, ``tokens_name`` says where the shape is
+    from, and ``owner`` comes before the names of both tensors.
     """
     if hidden.ndim == 0 or hidden.shape[:-1] != tokens:
         raise ValueError(

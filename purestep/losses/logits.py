@@ -26,7 +26,8 @@ def cross_entropy(
 
         ℓ = (1 − s) (z − xᵧ) + s (z − mean x) + z_loss · z²
 
-    with z = log Σ exp x, y the label and s the smoothing.
+    with z = log Σ exp x, y the label and s the smoothing. The result has the labels' shape. Raises
+    ``ValueError`` for other shapes, and ``TypeError`` for labels that are no integers.
 
     Args:
         logits: x, of shape ``labels.shape + (classes,)``.
@@ -77,7 +78,7 @@ def kl_divergence(
 
     T² keeps the size of gradients at all temperatures [Hinton, 2015]. A class whose teacher logit
     is −∞ adds nothing. Nothing is detached. In a step, teacher params that the loss closes over are
-    constants.
+    constants. Raises ``ValueError`` for different shapes, and unless T is positive and finite.
 
     Args:
         logits: x, the student's, of shape tokens + (classes,).

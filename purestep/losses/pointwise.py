@@ -12,7 +12,8 @@ def mse(predictions: Tensor, targets: Tensor, *, batch_dims: int = 1) -> Tensor:
 
         ℓᵢ = meanⱼ (xᵢⱼ − yᵢⱼ)²
 
-    A step's loss is then torch's ``MSELoss`` over all rows, for any cut into microbatches.
+    A step's loss is then torch's ``MSELoss`` over all rows, for any cut into microbatches. Raises
+    ``ValueError`` unless shapes are equal and have ``batch_dims`` dimensions at least.
 
     Args:
         predictions: x.
@@ -51,6 +52,8 @@ def dpo(
         ℓ = −(1 − s) log σ(β Δ) − s log σ(−β Δ)
         Δ = (chosen − reference chosen) − (rejected − reference rejected)
 
+    All tensors have one shape, which is the result's; otherwise raises ``ValueError``.
+
     Args:
         chosen: log π(text) of the preferred text of each pair, summed over its tokens.
         rejected: the same for the other text.
@@ -87,7 +90,9 @@ def policy_gradient(
 
         ℓ = −min(r A, clip(r, 1 − low, 1 + high) A)        r = π(a) / π_old(a)
 
-    At the policy that acted, where r = 1, the gradient is that of −A log π(a).
+    At the policy that acted, where r = 1, the gradient is that of −A log π(a). All tensors have one
+    shape, which is the result's. Raises ``ValueError`` for others, unless low is from 0 to 1, and
+    unless high is at least 0.
 
     Args:
         log_probs: log π(a), of each action that was taken.

@@ -59,8 +59,8 @@ def compute_statistics(
 ) -> LogitStatistics:
     """Computes each token's ``LogitStatistics`` from hidden states of shape (tokens, features).
 
-    Logits are those of one chunk of classes at a time, as ``choose_chunk_size`` says. A label that
-    is no class has a logit of 0.
+    Labels are of shape (tokens,), and so is each result. Logits are those of one chunk of classes
+    at a time, as ``choose_chunk_size`` says. A label that is no class has a logit of 0.
 
     >>> hidden, head = torch.zeros(1, 2), Head(torch.ones(4, 2))
     >>> compute_statistics(hidden, torch.tensor([3]), head, chunk_size=3)
@@ -98,7 +98,7 @@ def choose_chunk_size(hidden: Tensor, head: Head, chunk_size: int | None) -> int
 
 
 def split_head(head: Head, size: int) -> list[Head]:
-    """Splits a head into chunks of ``size`` classes.
+    """Splits a head into views of ``size`` classes each; the last one may have fewer.
 
     >>> [len(chunk.weight) for chunk in split_head(Head(torch.ones(5, 2)), 2)]
     [2, 2, 1]
@@ -114,7 +114,7 @@ def split_head(head: Head, size: int) -> list[Head]:
 
 
 def compute_logits(hidden: Tensor, head: Head) -> Tensor:
-    """Computes logits, with bias and soft cap; only the product is in the weight's dtype.
+    """Returns logits (..., classes), with bias and soft cap; the product has the weight's dtype.
 
     All that follows the product is in the dtype of ``hidden``, which is that of the result.
     """
@@ -129,7 +129,7 @@ def compute_logits(hidden: Tensor, head: Head) -> Tensor:
 def compute_by_chunks(
     hidden: Tensor, labels: Tensor, head: Head, size: int
 ) -> LogitStatistics:
-    """Computes ``compute_statistics`` with each chunk of ``size`` classes under ``remat``.
+    """Returns the same as ``compute_statistics``, with each chunk of ``size`` classes in ``remat``.
 
     Autograd and transforms can take all derivatives. Sums have the accumulation dtype of
     ``hidden``.
@@ -147,9 +147,10 @@ def compute_by_chunks(
 
 
 def _compute_chunk(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, ...]:
-    """Returns a chunk's greatest logit, the sum of shifted exponentials, label's logit and Σ x.
+    """Returns, for each token in one chunk: the greatest logit, Σ exp, the label's logit, and Σ x.
 
-    The labels count from the chunk's first class. The logit of a label outside is 0.
+    The greatest logit is detached, and subtracted before exp. The labels count from the chunk's
+    first class. The logit of a label outside is 0.
     """
     x = compute_logits(hidden, head)
     index, is_inside = _index_in_chunk(labels, len(head.weight))
@@ -181,9 +182,10 @@ def shifted_exp(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def combine_chunks(max_: Tensor, exp_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Combines the chunks' maxima and sums of shifted exponentials, stacked along dimension 0.
+    """Combines the chunks' maxima and sums of shifted exponentials, both (chunks, tokens).
 
-    Returns log Σ exp of all chunks, and the factors that bring the chunks' sums to one shift.
+    Returns log Σ exp over all chunks, (tokens,), and the factors that bring the chunks' sums to one
+    shift, (chunks, tokens).
 
     >>> combine_chunks(torch.zeros(2, 1), torch.ones(2, 1))
     (tensor([0.6931]), tensor([[1.],
@@ -195,7 +197,7 @@ def combine_chunks(max_: Tensor, exp_sum: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _zero_if_minus_inf(max_: Tensor) -> Tensor:
-    """Replaces the maximum of logits that are all −∞ by 0, since −∞ − −∞ is NaN."""
+    """Returns maxima with 0 in place of −∞: shifted by these, logits have no −∞ − −∞ = NaN."""
     return torch.where(max_ == -math.inf, 0, max_)
 
 

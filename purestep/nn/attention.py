@@ -34,8 +34,10 @@ def compute_attention(
 
         dropout(softmax(q kᵀ / √d + mask)) v
 
-    With ``dropout_p=0``, torch's kernels run, and ``dropout`` is not called. Otherwise, weights are
-    computed in float32 or wider. As in torch, a query that may attend to nothing gets zeros.
+    With ``dropout_p=0``, torch's kernels run, and ``dropout`` is not called. Otherwise, it gets the
+    weights, in float32 or wider, and ``dropout_p``. The result has the dtype of ``query``. As in
+    torch, a query that may attend to nothing gets zeros. Raises ``ValueError`` for ``attn_mask``
+    beside ``is_causal``.
 
     The other arguments are torch's, in torch's order, since modules pass some by position.
 
@@ -108,10 +110,10 @@ class CarriedDropout:
 def compute_multi_head(
     dropout: DropoutFn, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Computes torch's ``multi_head_attention_forward`` with ``dropout`` for its weights.
+    """Computes torch's ``multi_head_attention_forward(*args, **kwargs)`` with another dropout.
 
-    ``dropout`` gets weights of shape (examples, heads, queries, keys). Raises ``AssertionError`` as
-    ``multi_head_copy`` does.
+    ``dropout`` gets weights of shape (examples, heads, queries, keys). It is not called where torch
+    drops nothing. Raises ``AssertionError`` as ``multi_head_copy`` does.
     """
     copy = multi_head_copy()
     arguments = {**dict(zip(copy.parameters, args, strict=False)), **kwargs}
@@ -132,7 +134,7 @@ _COPIES: list[MultiHeadCopy] = []
 
 
 def multi_head_copy() -> MultiHeadCopy:
-    """Returns torch's ``multi_head_attention_forward``, whose rate is a ``CarriedDropout``.
+    """Returns a copy of ``multi_head_attention_forward`` that takes a ``CarriedDropout`` as rate.
 
     torch's function is hundreds of lines of projections, masks and checks. So its code runs, with
     three of its global names replaced. It is copied once, before any trace: a compiler cannot.
@@ -161,15 +163,16 @@ def multi_head_copy() -> MultiHeadCopy:
 
 
 def prepare_multi_head() -> None:
-    """Copies torch's function, unless that was done or its code lacks the names to replace."""
+    """Makes the copy of ``multi_head_copy`` in advance; does nothing where it would raise."""
     with suppress(AssertionError):
         multi_head_copy()
 
 
 def drop_by_example(weights: Tensor, p: CarriedDropout) -> Tensor:
-    """Drops elements of attention weights, whose first dimension counts examples and heads.
+    """Drops elements of attention weights of shape (examples · heads, queries, keys) by ``p``.
 
-    Keys need a dimension for the examples alone.
+    Its dropout gets them as (examples, heads, queries, keys), since keys need a dimension for the
+    examples alone.
     """
     by_example = weights.unflatten(0, (-1, p.num_heads))
     return p.dropout(by_example, p.rate).view_as(weights)
@@ -183,7 +186,10 @@ def attend(
     dropout_p: Any,
     is_causal: bool,
 ) -> Tensor:
-    """Computes ``compute_attention`` with a ``CarriedDropout``, or without dropout if it is 0."""
+    """Computes ``compute_attention`` by the dropout and the rate of a ``CarriedDropout``.
+
+    For a number ``dropout_p``, which is 0 where torch drops nothing, torch's attention runs.
+    """
     if not isinstance(dropout_p, CarriedDropout):
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal

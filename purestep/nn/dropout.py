@@ -114,7 +114,7 @@ class KeyedDropout(TorchFunctionMode):
 
         The backward pass calls the checkpoint's function outside of this mode. So its function is
         replaced by one that enters a mode again, and counts draws from where this mode is now.
-        Raises if an inner checkpoint has drawn before the outer one was seen.
+        Raises ``ValueError`` if an inner checkpoint has drawn before the outer one was seen.
         """
         last_frame = self._last_frame
         frame = checkpoint_frame()
@@ -137,13 +137,13 @@ class KeyedDropout(TorchFunctionMode):
         )
 
     def _next_keys(self) -> KeyOrPackedKeys:
-        """Folds the next call's number into the keys, returns these, and counts the call."""
+        """Returns the keys with the number of this draw folded in, and counts the draw."""
         index = self._next_index
         self._next_index = index + 1
         return fold_in(self._keys, index)
 
     def _draw_mask(self, x: Tensor, p: float) -> Tensor:
-        """Draws which elements of ``x`` are dropped: True with probability ``p``.
+        """Draws, by the next keys, a mask of the shape of ``x``: True with probability ``p``.
 
         Raises ``ValueError`` unless the first dimensions of ``x`` are clearly those of the
         examples, or the first one counts all tokens that have keys.
@@ -165,9 +165,9 @@ class KeyedDropout(TorchFunctionMode):
     def _may_be_second(self, shape: Sequence[int]) -> bool:
         """Returns whether a later dimension than the first may be that of the examples.
 
-        It may only with ``batch_second``, and if it is as long as there are examples, more than
-        one. With ``batch_first=False`` and as many tokens as examples, shapes do not tell which is
-        which. Each token of a position would draw from the key of another example.
+        That takes ``batch_second``, two examples or more, and a later dimension as long as there
+        are examples. With ``batch_first=False`` and as many tokens as examples, shapes do not tell
+        which is which. Each token of a position would draw from the key of another example.
         """
         if not self._batch_second or not self._batch_shape:
             return False
@@ -188,7 +188,7 @@ class KeyedDropout(TorchFunctionMode):
         )
 
     def _drop_elements(self, x: Tensor, p: float) -> Tensor:
-        """Applies dropout to each element by itself, as attention does to its weights."""
+        """Returns ``x`` with elements dropped one by one at rate ``p``, and the others rescaled."""
         return random.zero_and_rescale(x, self._draw_mask(x, p), p)
 
     def _dropout(
@@ -199,7 +199,7 @@ class KeyedDropout(TorchFunctionMode):
         training: bool | None = None,
         inplace: bool = False,
     ) -> Tensor:
-        """Computes ``func``, one of torch's dropouts, with keys. All of them have these arguments.
+        """Computes ``func``, one of torch's dropouts, by the next keys, with its arguments.
 
         Returns the input itself if ``p`` is 0 or ``training`` is False; None is torch's default for
         ``func``. Writes the output to the input if ``inplace``. Raises ``ValueError`` for dropout
@@ -231,7 +231,7 @@ class KeyedDropout(TorchFunctionMode):
         return output
 
     def _rand(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Computes ``torch.rand`` with one number for each example; raises for other draws.
+        """Computes ``torch.rand(*args, **kwargs)`` by the next keys, one number for each example.
 
         Other shapes, ``out=`` and ``generator=`` raise ``ValueError``. Without ``device=``, the
         numbers are on the device of the keys. transformers drops the paths of an example by
@@ -249,11 +249,12 @@ class KeyedDropout(TorchFunctionMode):
         return numbers.to(kwargs.get("device") or keys.device)
 
     def _bernoulli_(self, x: Tensor, p: Any = 0.5, **kwargs: Any) -> Tensor:
-        """Computes ``x.bernoulli_(p)`` with one number for each example; raises for other draws.
+        """Writes to ``x``, and returns it: ``x.bernoulli_(p)`` with one number for each example.
 
-        Other shapes, a tensor ``p`` and ``generator=`` raise ``ValueError``. timm drops the paths
-        of an example by ``x.new_empty((rows, 1, 1)).bernoulli_(keep_prob)``, and torchvision does
-        in ``StochasticDepth``.
+        Draws by the next keys. Other shapes, a tensor ``p`` and ``generator=`` raise
+        ``ValueError``. timm drops the paths of an example by
+        ``x.new_empty((rows, 1, 1)).bernoulli_(keep_prob)``, and torchvision does in
+        ``StochasticDepth``.
         """
         is_tensor = not isinstance(p, float | int)  # A tensor of probabilities.
         if is_tensor or kwargs.get("generator") is not None:
@@ -263,10 +264,10 @@ class KeyedDropout(TorchFunctionMode):
         return x.copy_(random.bernoulli(keys, p, shape))
 
     def _shape_of_one_number(self, name: str, shape: Sequence[int]) -> Sequence[int]:
-        """Returns what follows the examples in a shape, which must be all ones.
+        """Returns the sizes after the examples' dimensions of a shape, which must be all ones.
 
-        Raises ``ValueError`` where it is not, where the shape does not begin with the examples, and
-        for keys of tokens. More numbers than one for each example are refused:
+        Raises ``ValueError`` where they are not, where the shape does not begin with the examples,
+        and for keys of tokens. More numbers than one for each example are refused:
         ``torch.rand(rows, length)`` may well be a draw by position, which would change with
         padding.
         """
@@ -302,7 +303,7 @@ def _call_with_keys(
 
 
 def _alpha_dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Applies dropout that keeps the mean and the deviation of ``selu``'s outputs.
+    """Returns ``x`` after dropout that keeps the mean and the deviation of ``selu``'s outputs.
 
     Elements where ``mask`` is True are dropped: they get ``selu``'s lower limit instead of 0
     [Klambauer et al., 2017]. With p = 1, the output is all 0.

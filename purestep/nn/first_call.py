@@ -72,7 +72,7 @@ class OwnStorages:
     def except_for(
         self, storages: Iterable[torch.UntypedStorage | None]
     ) -> dict[StorageWeakRef, str]:
-        """Returns the names by storage, without those of ``storages``."""
+        """Returns the names by weak reference to their storage, without those of ``storages``."""
         others = {StorageWeakRef(x) for x in storages if x is not None}
         return {ref: name for ref, name in self._names.items() if ref not in others}
 
@@ -86,11 +86,12 @@ def check_first_call(
 ) -> Iterator[dict[Any, str]]:
     """Raises if a call writes to ``frozen``, reads ``own_storages``, or draws without keys.
 
-    The context raises ``ValueError`` at the first such operation of torch. It yields the names of
-    frozen tensors by storage, to which a unit adds the params that it gathers. ``own_storages`` are
-    those of the module's own parameters, instead of which the call should compute with params. They
-    may be read where they are also inputs, or ``frozen``: a caller may pass them as params. Draws
-    are checked if ``uses_keys``: torch's in operations, Python's and numpy's at the end.
+    The context raises ``ValueError`` before the first of these operations runs; for another tensor
+    assigned to ``.data``, at its end. It yields the names of frozen tensors by storage, to which a
+    unit adds the params that it gathers. ``own_storages`` are those of the module's own
+    parameters, instead of which the call should compute with params. They may be read where they
+    are also inputs, or ``frozen``: a caller may pass them as params. Draws are checked if
+    ``uses_keys``: torch's in operations, Python's and numpy's at the end.
 
     >>> weight = torch.nn.Linear(1, 1).weight
     >>> with check_first_call({"weight": weight}, OwnStorages({}), [], False):
@@ -162,7 +163,7 @@ def _make_operation_check(
 
 
 def check_assigned(module: Module, buffers: Mapping[str, Tensor]) -> None:
-    """Raises if a call has assigned another tensor to one of these buffers.
+    """Raises ``ValueError`` if a call has assigned another tensor to one of these buffers.
 
     The call ran on a copy of the module, so the new value would be forgotten. Buffers that no
     checkpoint keeps, ``persistent=False``, may be assigned: tables of positions, say, which the

@@ -144,9 +144,9 @@ def from_module(
 
 
 def _make_predicate(trainable: Any) -> Callable[[str, Parameter], bool]:
-    """Makes the function of name and parameter that says which parameters train.
+    """Returns the function of name and parameter that says which parameters train.
 
-    ``trainable`` is such a function, or a pattern of names; None chooses parameters that require
+    ``trainable`` may be that function, or a pattern of names; None chooses parameters that require
     grad. Raises ``TypeError`` for anything else.
     """
     if trainable is None:
@@ -173,7 +173,8 @@ def to_module(
     such as BatchNorm, needs ``buffers=``. Of a DTensor, this rank's part is written. Params may be
     those of ``from_module``, or those that ``ps.unshard`` makes full. A floating-point buffer is
     converted to the module's dtype. Raises ``ValueError``, and writes nothing, for names that the
-    module lacks, and for other shapes or dtypes.
+    module lacks, for other shapes or dtypes, and for shards or donated params. Raises ``TypeError``
+    if ``module`` is no module.
 
     >>> module = torch.nn.Linear(1, 1)
     >>> to_module({"bias": torch.tensor([3.0])}, module)
@@ -298,9 +299,9 @@ class Apply:
         self.eval.eval = self.eval
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes, with classes in the place of modules that are empty.
+        """Returns the attributes to pickle, with classes for the empty modules in ``_inspected``.
 
-        The class of a module may say how to pickle a complete one.
+        An empty module itself may not be picklable: its class may expect a complete one.
         """
         inspected = [(type(owner), name) for owner, name in self._inspected]
         return {**vars(self), "_inspected": inspected}
@@ -320,11 +321,12 @@ class Apply:
         frozen: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Returns the module's output; with ``buffers``, ``(output, buffers)``.
+        """Returns the module's output with these params; with ``buffers``, ``(output, buffers)``.
 
-        With ``key``, dropout draws from these keys. ``frozen`` are used for parameters that do not
-        train: tensors or shards. The caller's ``buffers`` are not written to. Raises ``ValueError``
-        unless params have the names of ``from_module``'s.
+        A copy of the module runs. With ``key``, dropout draws from these keys. ``frozen``
+        are used for parameters that do not train: tensors or shards. The caller's ``buffers`` are
+        not written to. Raises ``ValueError`` unless params have the names of ``from_module``'s, and
+        for calls that ``from_module`` says are refused. With shards, ranks gather together.
         """
         validation.check_names(
             "params",
@@ -416,11 +418,11 @@ class Apply:
     def _gather_root(
         self, params: Mapping[str, Any], *, is_traced: bool
     ) -> tuple[dict[str, Shard], Mapping[str, Tensor]]:
-        """Gathers params of no unit, a collective; returns units' shards, then params by name.
+        """Gathers sharded params of no unit, a collective; returns units' shards, then all params.
 
-        Among the params, the shard's local tensor stands for a unit's param. In a trace there are
-        no units, so all are gathered. Full params in ``_layouts`` become DTensors, or get
-        ``pvary``.
+        Both are by name. Among the params, the shard's local tensor stands for a unit's param. In a
+        trace there are no units, so all are gathered. Full params in ``_layouts`` become DTensors,
+        or get ``pvary``.
         """
         shards = {name: p for name, p in params.items() if is_shard(p)}
         if not shards:
@@ -435,9 +437,9 @@ class Apply:
         return shards, {**full, **local}
 
     def _may_register_hooks(self, signature: Any) -> bool:
-        """Returns whether a call may register hooks: a first call did, or its kind is new.
+        """Returns whether a call may register hooks: a first call did, or this kind of call is new.
 
-        A kind is new if it has a ``signature``, or if there may be too many kinds to know it.
+        It is new if it has a ``signature``. Once ``MAX_SIGNATURES`` kinds are known, each call may.
         """
         is_new = signature is not None or len(self._known) >= MAX_SIGNATURES
         return is_new or self._registers_hooks
@@ -445,7 +447,7 @@ class Apply:
     def _copy_module(
         self, tensors: Sequence[Tensor], *, takes_hooks: bool
     ) -> rebuild.Copies:
-        """Copies the module around tensors; the copy of ``apply.eval`` is in evaluation mode.
+        """Copies the module around tensors, those of the recipe; for ``eval``, in evaluation mode.
 
         With ``takes_hooks``, a call may register hooks on it. The copy lacks those by which a
         ``tp_plan`` sums ``param.grad``.
@@ -459,7 +461,7 @@ class Apply:
         return copies
 
     def _prepare_trace(self) -> None:
-        """Raises ``ValueError`` for hooks on backward passes, which a compiler would leave out.
+        """Raises ``ValueError`` for hooks on the module's backward pass, which a compiler drops.
 
         Reads the signatures of methods that are inspected in a trace, since Dynamo then has them.
         """
@@ -479,10 +481,11 @@ class Apply:
     ) -> Any:
         """Returns the signature of a call of a new kind; None for kinds that were checked.
 
-        It is None for all calls once there are ``MAX_SIGNATURES`` kinds.
+        It is None for all calls once ``MAX_SIGNATURES`` kinds were checked. Does not add to them.
 
-        A call of another kind may take another branch of the module: under ``no_grad``, with other
-        names of arguments, with other flags and texts such as ``reduction="mean"``.
+        A call of another kind may take another branch of the module. Kinds differ by grad mode,
+        names of arguments and buffers, the type of ``key``, and flags and texts, such as
+        ``reduction="mean"``.
         """
         arguments = [*enumerate(args), *kwargs.items()]
         flags = [item for item in arguments if isinstance(item[1], bool | str)]
@@ -503,7 +506,8 @@ class Apply:
     ) -> AbstractContextManager[object]:
         """Makes the context in which dropout draws from ``key``; with None, a null context.
 
-        Raises for a key if there are layouts of tensor parallelism.
+        Raises ``ValueError`` for a key if there are layouts of tensor parallelism, and
+        ``TypeError`` for a ``key`` that is no tensor of keys.
         """
         if key is None:
             return nullcontext()
@@ -515,7 +519,7 @@ class Apply:
         return dropout.KeyedDropout(key, batch_second=self._batch_second)
 
     def _select_buffers(self, buffer_values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Selects the buffers that are constants of a call, not the caller's."""
+        """Returns the module's buffers that the caller's ``buffer_values`` do not name."""
         return {
             name: buffer
             for name, buffer in self._buffers.items()
@@ -527,7 +531,8 @@ def name_tensors(module: Module, trained: Mapping[str, Parameter]) -> dict[str, 
     """Returns all tensors that a module holds, each once, by name.
 
     First come ``trained``, then buffers, other parameters, and tensors in attributes and in
-    containers there. The weight that ``spectral_norm`` computes from ``weight_orig`` is left out.
+    containers there. A tensor with several names has the first one. The weight that
+    ``spectral_norm`` computes from ``weight_orig`` is left out.
     """
     parameters = dict(module.named_parameters())
     candidates: list[tuple[str, Any]] = [
@@ -552,9 +557,9 @@ def name_tensors(module: Module, trained: Mapping[str, Parameter]) -> dict[str, 
 def _find_partial_params(
     module: Module, tensors: Mapping[str, Tensor], partial_modules: Mapping[str, Any]
 ) -> dict[str, tensor_parallel.PartialGradSpec]:
-    """Returns the specs of params that get a part of their gradient on each rank, by name.
+    """Returns the specs of params whose gradient is a sum over ranks of a mesh, by name.
 
-    The modules that hold these params are those whose paths ``partial_modules`` maps to meshes.
+    They are the direct parameters of the modules whose paths ``partial_modules`` maps to meshes.
     """
     names = {id(tensor): name for name, tensor in tensors.items()}
     specs = {}
@@ -567,16 +572,17 @@ def _find_partial_params(
 
 
 def _as_parameter(p: Tensor) -> Tensor:
-    """Returns what is an ``nn.Parameter`` to the module: ``p`` itself, or an alias; else ``p``.
+    """Returns ``p``, or an alias of it; it is an ``nn.Parameter`` to the module where that is safe.
 
-    A module may ask ``isinstance(self.weight, nn.Parameter)``. The leaves that a step makes are
-    such, and pass as they are, since an alias is one more node of the graph. Of a module's own
-    parameters, passed as params, there is an alias.
+    A module may ask ``isinstance(self.weight, nn.Parameter)``. A leaf that a step has made is
+    marked by an attribute, and returned itself: an alias is one more node of the graph. Of other
+    plain leaves of autograd, an alias is returned.
 
-    Where an alias is not safe, ``p`` is no parameter to the module. Casts of a param, and what
-    ``unshard`` returns, are no leaves of autograd. Also, ``forbid_module_recompute`` takes an
-    ``nn.Parameter`` that is not in the params' memory for another module's. Nor is an alias safe in
-    half precision: a leaf's gradient is summed in float32, that of an alias is not.
+    Where an alias is not safe, ``p`` is returned, and is no parameter to the module. Casts of a
+    param, and what ``unshard`` returns, are no leaves of autograd. Also,
+    ``forbid_module_recompute`` takes an ``nn.Parameter`` that is not in the params' memory for
+    another module's. Nor is an alias safe in half precision: a leaf's gradient is summed in
+    float32, that of an alias is not.
     """
     if is_leaf_of_step(p):
         setattr(p, PARAMETER_MARK, True)
@@ -588,7 +594,7 @@ def _as_parameter(p: Tensor) -> Tensor:
 
 
 def _to_buffer_dtype(value: Tensor, buffer: Tensor) -> Tensor:
-    """Converts a floating-point value, say a mean over ranks, to the dtype of the module's buffer.
+    """Returns a floating-point value, say a mean over ranks, in the dtype of the module's buffer.
 
     For a buffer of integers, such as ``num_batches_tracked``, it is rounded. Other values, and
     those for a complex buffer, stay as they are.

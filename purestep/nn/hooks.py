@@ -27,7 +27,7 @@ class NoHooks(OrderedDict[int, Any]):
 
 
 def find_empty_dicts(module: Module) -> Iterator[OrderedDict[int, Any]]:
-    """Yields the dicts of hooks in which the parts of a module have none.
+    """Yields the empty dicts of torch's own hooks, of all parts of a module.
 
     >>> len([*find_empty_dicts(Module())])
     11
@@ -43,7 +43,7 @@ def find_empty_dicts(module: Module) -> Iterator[OrderedDict[int, Any]]:
 
 
 def give_dicts(attributes_of_parts: Iterable[dict[str, Any]]) -> None:
-    """Replaces each ``NoHooks`` in attributes by a new dict, in which a call may register hooks."""
+    """Replaces, in place, each ``NoHooks`` in these dicts of attributes by an ``OrderedDict``."""
     for attributes in attributes_of_parts:
         for name, value in attributes.items():
             if type(value) is NoHooks:
@@ -51,6 +51,6 @@ def give_dicts(attributes_of_parts: Iterable[dict[str, Any]]) -> None:
 
 
 def count_registered() -> int:
-    """Counts the hooks on modules and tensors that this process has registered so far."""
+    """Returns how many hooks this process has registered so far, removed ones included."""
     number: int = RemovableHandle.next_id
     return number

@@ -23,9 +23,9 @@ class Models(NamedTuple):
 
 
 def models_of(module: Module) -> Models:
-    """Finds the models of transformers in a module, by an attribute of their class.
+    """Returns the configs of a module's transformers models, and the names of its arguments.
 
-    Returns their configs, and the arguments of the module's ``forward``.
+    A model is known by its class's ``base_model_prefix``; its config is None if it has none.
 
     >>> models_of(torch.nn.Linear(1, 1)).configs
     []
@@ -39,7 +39,7 @@ def models_of(module: Module) -> Models:
 
 
 def inspected_methods(module: Module) -> list[tuple[type[Module], str]]:
-    """Lists methods whose signatures calls read, and that have to be read before a trace.
+    """Returns methods, as pairs of class and name, whose signatures must be read before a trace.
 
     ``apply_chunking_to_forward`` of transformers reads that of ``feed_forward_chunk``, ``ff_chunk``
     and the like. torch's ``Module.__setattr__`` reads that of an overridden ``register_buffer``.
@@ -58,9 +58,9 @@ def inspected_methods(module: Module) -> list[tuple[type[Module], str]]:
 def with_empty_modules(
     methods: Sequence[tuple[type[Module], str]],
 ) -> list[tuple[Module, str]]:
-    """Returns an object for each class, with its methods, but no parts and no parameters.
+    """Replaces the class of each pair by a new module of it, without parts and parameters.
 
-    A part itself would keep its parameters alive.
+    No ``__init__`` of the class runs. A part of the module itself would keep its parameters alive.
     """
     owners = []
     for cls, name in methods:
@@ -74,11 +74,11 @@ def with_empty_modules(
 def check_call(
     models: Models, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
 ) -> None:
-    """Raises for masks of bools that a model adds to its scores, and caches that join documents.
+    """Raises ``ValueError`` for bool masks that attention adds, and caches that join documents.
 
-    The error is a ``ValueError``. A cache joins documents if the caller passes ``position_ids`` and
-    does not ask for a cache, but the model returns one. Only arguments of the module itself are
-    checked, not what it passes to models within it.
+    Without a model of transformers, nothing is checked. A cache joins documents if the caller
+    passes ``position_ids`` and does not ask for a cache, but the model returns one. Only arguments
+    of the module itself are checked, not what it passes to models within it.
     """
     if not models.configs:
         return
@@ -102,7 +102,7 @@ def check_call(
 
 
 def find_partial_modules(module: Module) -> dict[str, Any]:
-    """Returns the mesh of each module whose params get a part of their gradient on each rank.
+    """Returns, by path, the mesh of each module whose params get a part of their gradient per rank.
 
     A ``tp_plan`` has them as "replicated_with_grad_allreduce": norms that see this rank's heads.
     Their hooks sum ``param.grad``, which no pure function has, so ``apply`` takes ``pvary`` of the
@@ -136,13 +136,13 @@ def _check_original_forward(path: str, part: Module, forward: Any) -> None:
 
 
 def _sums_grads(function: Any) -> bool:
-    """Returns whether a function is one with which a ``tp_plan`` sums ``param.grad``."""
+    """Returns whether a function is one that a ``tp_plan`` installs to sum ``param.grad``."""
     name = getattr(function, "__qualname__", "")
     return name.startswith("ReplicatedWithGradAllReduce.install_forward.")
 
 
 def remove_grad_sums(part: Module) -> None:
-    """Removes from a copied module, in place, what a ``tp_plan`` sums ``param.grad`` with."""
+    """Removes from a copied module, in place, the functions and hooks that sum ``param.grad``."""
     if _sums_grads(part.__dict__.get("forward")):
         del part.__dict__["forward"]  # Then its class's is called.
     hooks = backward_hooks_of(part)
@@ -152,7 +152,7 @@ def remove_grad_sums(part: Module) -> None:
 
 
 def _find_in_closure(function: Any, name: str) -> Any:
-    """Finds a variable in the closure of a function, or of the functions there; else None."""
+    """Returns the value of a variable in a function's closure, or in functions there; else None."""
     variables = inspect.getclosurevars(function).nonlocals
     if name in variables:
         return variables[name]

@@ -24,7 +24,7 @@ _DEPTH = 4
 
 
 def find_mappings(module: Module) -> list[Any]:
-    """Finds the dicts and sets that the forward hooks of a module's parts can reach.
+    """Returns the dicts and sets that the forward hooks of a module's parts reach, each once.
 
     It follows ``_DEPTH`` references at most, and none from modules, dicts and sets.
 
@@ -55,7 +55,7 @@ def find_mappings(module: Module) -> list[Any]:
 
 
 def _find_references(obj: Any) -> Iterable[Any]:
-    """Lists the objects to which a function, method, ``partial`` or cell refers.
+    """Returns the objects to which a function, method, ``partial`` or cell refers.
 
     Of another object, these are the values of its ``__dict__``. A class or an object without
     ``__dict__``, such as a list, has none.
@@ -80,7 +80,7 @@ def _find_references(obj: Any) -> Iterable[Any]:
 
 
 def _find_references_of_function(function: FunctionType) -> list[Any]:
-    """Finds the cells of a function's closure, its defaults, and the globals that it names."""
+    """Returns the cells of a function's closure, its defaults, and the globals that it names."""
     references: list[Any] = [*(function.__closure__ or ())]
     references += function.__defaults__ or ()
     references += (function.__kwdefaults__ or {}).values()
@@ -95,9 +95,10 @@ def _find_references_of_function(function: FunctionType) -> list[Any]:
 def rekey_mappings(
     mappings: Sequence[Any], parts: Sequence[Module], copies: Sequence[Module]
 ) -> Iterator[None]:
-    """Replaces a module's parts by their copies, as keys and members, while the context lasts.
+    """Replaces a module's parts by their copies in the keys of dicts and sets, during the context.
 
-    Also where the call raises, the keys are the module's own parts afterwards.
+    ``copies`` has one for each part, in order. At the end, also by an exception, the keys are the
+    parts again, also those that the call has added.
     """
     try:
         for mapping in mappings:
@@ -113,7 +114,7 @@ def _replace_keys(
 ) -> None:
     """Replaces, in place, keys of a dict or members of a set by the new ones, one for one.
 
-    Values stay. Old keys that the dict or set lacks are passed over.
+    Values, and the order of a dict, stay. Old keys that the dict or set lacks are passed over.
     """
     replacements = {}
     for old, new in zip(old_keys, new_keys, strict=True):

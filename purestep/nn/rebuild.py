@@ -117,9 +117,9 @@ def rebuild(
 
 
 def _set_attributes_in_trace(obj: Any, attributes: dict[str, Any]) -> None:
-    """Sets the attributes of an object that a compiler's trace made.
+    """Writes attributes to an object that was made in a compiler's trace.
 
-    A module that has no ``forward`` among them gets one bound to it, also in ``attributes``.
+    If a module's attributes lack ``forward``, adds its class's to them, bound to it.
     """
     if isinstance(obj, Module) and "forward" not in attributes:
         # Dynamo loses the closures of methods on objects made in the trace, so bind ``forward``.
@@ -133,9 +133,10 @@ def _set_attributes_in_trace(obj: Any, attributes: dict[str, Any]) -> None:
 def make_recipe(
     module: Module, tensors: Sequence[Tensor], shared: Sequence[Any] = ()
 ) -> Recipe:
-    """Makes the recipe in which these tensors of the module are replaced.
+    """Makes the recipe by which ``rebuild`` copies a module around others than these tensors.
 
-    ``shared`` are objects that stay as they are, and are not followed.
+    It changes nothing in the module. ``shared`` are objects that copies share, and that are not
+    followed.
 
     >>> module = torch.nn.Linear(2, 2, bias=False)
     >>> recipe = make_recipe(module, [module.weight])
@@ -201,12 +202,12 @@ class _RecipeBuilder:
                     template[name] = hooks.NoHooks()
 
     def _number_modules(self, module: Module) -> dict[str, int]:
-        """Maps the path of each part of a module to its number among the objects."""
+        """Returns, for the path of each part of a module, its number among the objects."""
         numbers = {id(obj): number for number, obj in enumerate(self._objects)}
         return {path: numbers[id(part)] for path, part in module.named_modules()}
 
     def add_entries(self) -> None:
-        """Adds to the recipe each container's copied values, and all of a dict with copied keys."""
+        """Adds each container's copied values to the recipe; of a dict with copied keys, all."""
         for number, container in enumerate(self._containers):
             if self._has_copied_keys(container):
                 self._add_rekeyed_entries(number, container)
@@ -272,7 +273,7 @@ class _RecipeBuilder:
         return type(value) is int and value in self._parts_by_id
 
     def _find_position(self, value: Any) -> int:
-        """Returns the position of a value, which is added to the recipe if it has none yet."""
+        """Returns the position of a value, and first adds it to the recipe if it has none yet."""
         if self._is_id_of_part(value):
             return self._add_derived(id, [self._positions[value]])
         if id(value) in self._positions:
@@ -289,16 +290,17 @@ class _RecipeBuilder:
         return position
 
     def _add_derived(self, derive: Any, positions: list[int]) -> int:
-        """Adds to the recipe ``derive`` of values at positions, and returns its position."""
+        """Adds to the recipe a value ``derive(*values at positions)``; returns the new position."""
         self.recipe.derived.append((derive, positions))
         self._num_values += 1
         return self._num_values - 1
 
 
 def named_contents(module: Module) -> Iterator[tuple[str, Any]]:
-    """Iterates over what modules hold in attributes, and in containers there, with its path.
+    """Yields each part of a module, and what parts hold in attributes and in containers there.
 
-    Yields tensors, containers and modules, each once.
+    These are pairs of path and value: modules, tensors, containers and tuples, each value once, by
+    its first path. Other values, and what these hold, are left out.
 
     >>> module = torch.nn.Linear(2, 2)
     >>> module.seen = {"last": [torch.zeros(3)]}
@@ -324,7 +326,7 @@ def named_contents(module: Module) -> Iterator[tuple[str, Any]]:
 def _find_holders(
     module: Module, parts_by_id: dict[int, Any], shared: Collection[int]
 ) -> dict[int, list[Any]]:
-    """Maps the id of each object that a module leads to, to the objects that hold it.
+    """Returns the holders of each object that a module leads to, by the object's id.
 
     Goes into functions only where a module or a closure holds them, and not into objects whose ids
     are in ``shared``. An int that is a key of ``parts_by_id`` stands for that part.
@@ -377,7 +379,7 @@ def _find_copied(
 
 
 def _bind(function: Any, owner: Any) -> Any:
-    """Binds a function to ``owner`` as a method; in a trace, as a ``partial``."""
+    """Returns a function bound to ``owner``, as a method; in a trace, as a ``partial``."""
     if torch.compiler.is_dynamo_compiling():
         # torch 2.11's compiler knows no ``__get__`` of functions.
         return partial(function, owner)
@@ -425,8 +427,8 @@ _RULES: dict[type, _Rule] = {
 def _parts_of(value: Any) -> list[tuple[Any, Any]]:
     """Returns what an object holds, each part after its key, attribute name or position.
 
-    A function that a compiler made holds its original. Classes, modules of Python, tensors, numbers
-    and texts hold nothing.
+    A function that a compiler made holds its original. Classes, modules of Python, tensors,
+    numbers, texts, and objects without ``__dict__`` hold nothing.
     """
     cls = type(value)
     original = original_function(value)
@@ -473,9 +475,9 @@ def _constructor_of(value: Any) -> Callable[..., Any] | None:
 
 
 def _contents_of(cell: CellType) -> tuple[Any, ...]:
-    """Returns a cell's content, if it is a module, a tensor, a function, or a method of one.
+    """Returns a cell's content in a tuple, or an empty tuple.
 
-    It is the only item of a tuple, which is empty otherwise.
+    It is empty unless the content is a module, a tensor, a function, or a method of one of these.
     """
     try:
         content = cell.cell_contents
@@ -487,7 +489,7 @@ def _contents_of(cell: CellType) -> tuple[Any, ...]:
 
 
 def _parts_of_function(function: FunctionType) -> list[Any]:
-    """Returns the keyword-only defaults, then the other defaults as one tuple, then the cells."""
+    """Returns a function's keyword-only defaults, the tuple of other defaults, and its cells."""
     defaults = function.__defaults__ or ()
     keyword_defaults = function.__kwdefaults__ or {}
     cells = function.__closure__ or ()
@@ -506,7 +508,7 @@ class FunctionTemplate(NamedTuple):
 
     @staticmethod
     def of(function: FunctionType) -> FunctionTemplate:
-        """Makes the template of a function."""
+        """Makes a template of a function's code, global names, names and signature."""
         return FunctionTemplate(
             function.__code__,
             function.__globals__,
@@ -565,7 +567,7 @@ def _weakly(content: Any) -> Any:
 
 
 def _strongly(cell: CellType) -> CellType:
-    """Returns a cell with the module or method that this one holds weakly, or the cell itself."""
+    """Returns a new cell of the module or method that a cell holds weakly; else the cell itself."""
     try:
         content = cell.cell_contents
     except ValueError:
@@ -580,7 +582,10 @@ def _strongly(cell: CellType) -> CellType:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Returns whether an object is its class and its ``__dict__``, and nothing else."""
+    """Returns whether an object's class and ``__dict__`` make up all of it.
+
+    Not so with slots, with a built-in base such as dict, or for a type in ``_RULES``.
+    """
     cls = type(value)
     attributes = getattr(value, "__dict__", None)
     if cls in _RULES or not isinstance(attributes, dict):

@@ -95,7 +95,7 @@ def reset_parameters(
 
 
 def _copy_tensor(tensor: Tensor) -> Tensor:
-    """Clones a tensor that a reset may write to.
+    """Returns a clone of a tensor, to which a reset may write.
 
     A parameter becomes one on "meta", of the same shape, dtype and ``requires_grad``.
     """

@@ -33,10 +33,10 @@ class DTensorSpec(NamedTuple):
     local_shape: torch.Size
 
     def wrap(self, local: Tensor) -> Tensor:
-        """Makes a DTensor around this rank's part, differentiably.
+        """Returns a DTensor around this rank's part, differentiable by the part.
 
-        The gradient comes back in these placements: one that is partial is summed over the mesh.
-        Raises ``ValueError`` under transforms of ``torch.func``.
+        The gradient comes back in these placements: one that is partial is summed over the mesh, a
+        collective of the backward pass. Raises ``ValueError`` under transforms of ``torch.func``.
         """
         from torch.distributed.tensor import DTensor
 
@@ -62,7 +62,7 @@ class PartialGradSpec(NamedTuple):
     axis: MeshAxis
 
     def wrap(self, local: Tensor) -> Tensor:
-        """Returns ``pvary`` of the param: backward sums its gradient over the ranks."""
+        """Returns ``pvary`` of the param: the backward pass sums its gradient over the ranks."""
         varying: Tensor = pvary(local, self.axis)
         return varying
 
@@ -146,9 +146,9 @@ def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def axis_of(mesh: Any) -> MeshAxis:
-    """Makes the axis of a mesh of one dimension.
+    """Makes the ``MeshAxis`` of a mesh of one dimension.
 
-    Of a mesh without names, the axis lies on a new mesh, which is named "tp".
+    Of a mesh without names, the axis lies on a new mesh of the same process group, named "tp".
     """
     if mesh.mesh_dim_names:
         return MeshAxis(mesh, mesh.mesh_dim_names)
@@ -165,7 +165,7 @@ def select_parts(
     """Returns all params, with this rank's part of each that is a DTensor in ``parameters``.
 
     A full tensor is cut to a view of the part. A ``Shard`` over the mesh becomes its ``local``.
-    Other values stay as they are.
+    Other values stay as they are. All params must have a parameter of that name.
     """
     layouts = find_dtensors({name: parameters[name] for name in params})
     selected = dict(select_local(params, layouts))
@@ -180,7 +180,10 @@ def select_parts(
 
 
 def select_local(params: Mapping[str, Any], layouts: Layouts) -> Mapping[str, Any]:
-    """Returns all params; a ``Shard`` over the mesh of its layout becomes its ``local``."""
+    """Returns all params; a ``Shard`` over the mesh of its DTensor's layout becomes its ``local``.
+
+    Other shards, and params without a layout, stay as they are.
+    """
     selected = params
     for name, layout in layouts.items():
         param: Any = params.get(name)
@@ -199,7 +202,7 @@ def _is_over(shard: Any, mesh: Any) -> bool:
 
 
 def _check_local(name: str, local: Any, layout: DTensorSpec | PartialGradSpec) -> None:
-    """Raises ``ValueError`` if a tensor lacks the shape of this rank's part of a DTensor.
+    """Raises ``ValueError`` if a tensor has another shape than this rank's part of a DTensor.
 
     Layouts other than ``DTensorSpec`` pass.
     """
@@ -214,7 +217,8 @@ def _check_local(name: str, local: Any, layout: DTensorSpec | PartialGradSpec) -
 def wrap(params: Mapping[str, Tensor], layouts: Layouts) -> Mapping[str, Tensor]:
     """Returns all params, with those in ``layouts`` wrapped: as DTensors, or by ``pvary``.
 
-    Raises ``ValueError`` if one that becomes a DTensor lacks the shape of this rank's part.
+    Params that are DTensors stay. Raises ``ValueError`` if one that becomes a DTensor lacks the
+    shape of this rank's part.
     """
     wrapped = {}
     for name in params:

@@ -122,7 +122,7 @@ def find_units(
 
 
 def _find_derived(recipe: Recipe) -> set[int]:
-    """Returns the positions of what derived values, cells, and dicts with copied keys hold."""
+    """Returns positions of what derived values, cells and dicts with copied keys are made of."""
     derived = {position for _, parts in recipe.derived for position in parts}
     derived |= {position for _, position in recipe.cell_contents}
     for _, key_position, position in recipe.rekeyed_entries:
@@ -152,9 +152,9 @@ def _make_unit_predicate(units: Units) -> Callable[[str, Module], bool]:
 
 
 def _find_owners(module: Module, paths: Mapping[int, str]) -> dict[int, int]:
-    """Maps each parameter to the innermost unit that contains all of its places, by ids.
+    """Returns, by a parameter's id, the id of the innermost unit that contains all of its places.
 
-    ``paths`` has the units by id. Parameters that no unit contains are left out.
+    ``paths`` has the units' paths by id. Parameters that no unit contains are left out.
     """
     # The units around each place of a parameter, the outermost first.
     around: dict[int, list[list[int]]] = {}
@@ -185,7 +185,7 @@ class Absent(Tensor):
 
     @staticmethod
     def of(shard: Shard, name: str) -> Absent:
-        """Makes an ``Absent`` for a sharded param: of its full shape, in one element's memory."""
+        """Makes an ``Absent`` of a param's full shape and name, in the memory of one element."""
         element = shard.local.detach().new_empty(())
         absent: Absent = element.expand(shard.shape).as_subclass(Absent)
         absent.param_name = name
@@ -199,7 +199,7 @@ class Absent(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answers what a tensor of its shape is; raises ``RuntimeError`` for computations."""
+        """Runs the functions in ``_READS``, as ``size``; raises ``RuntimeError`` for all others."""
         if getattr(func, "__name__", "") in _READS:
             plain: Any = super()
             return plain.__torch_function__(func, types, args, kwargs or {})
@@ -254,7 +254,7 @@ Places: TypeAlias = Sequence[tuple[Any, Any, str]]
 
 
 def _fill(places: Places, values: Mapping[str, Tensor]) -> None:
-    """Writes values, params or what stands for them, to their places in a module's containers."""
+    """Writes to each place, a key of a container, the value of its name."""
     for container, key, name in places:
         container[key] = values[name]
 
@@ -270,7 +270,7 @@ class _ShardedUnit(NamedTuple):
     frozen_names: dict[Any, str] | None
 
     def unshard(self, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-        """Gathers these shards' full params, a collective of the ranks of their axes.
+        """Returns the full params of these shards: a collective of the ranks of their axes.
 
         Ranks later compare in which order units gather. An error gets a note that names the unit.
         """
@@ -291,7 +291,11 @@ class _ShardedUnit(NamedTuple):
     def call(
         self, module: Module, params: Mapping[str, Tensor], args: Any, kwargs: Any
     ) -> Any:
-        """Calls the module with full params in its slots; afterwards ``absent`` is there again."""
+        """Calls the module with full params in its places; returns its output.
+
+        Afterwards, also by an exception, ``absent`` is in these places again. During the call,
+        params are in ``frozen_names``, unless that is None.
+        """
         self._freeze(params)
         _fill(self.places, wrap(params, self.layouts))
         try:
@@ -320,15 +324,15 @@ def _call_unit(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Runs a call of a unit by ``run``, which is ``_recompute`` or ``_gather_again``."""
+    """Returns the output of a unit's call by ``run``: ``_recompute`` or ``_gather_again``."""
     return run(unit, weak_module(), args, kwargs)
 
 
 def _recompute(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> Any:
-    """Runs a unit of which only the inputs stay: the backward pass gathers and calls it again.
+    """Gathers a unit's params, runs it, and keeps only its inputs for the backward pass.
 
-    With grad mode, raises ``ValueError`` for a cache of keys and values, to which it would write
-    twice.
+    The backward pass gathers the params and calls the unit again. With grad mode, raises
+    ``ValueError`` for a cache of keys and values, to which it would write twice.
     """
     if kwargs.get("past_key_values") is not None and torch.is_grad_enabled():
         raise ValueError(
@@ -344,10 +348,11 @@ def _recompute(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> An
 
 
 def _gather_again(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> Any:
-    """Gathers the params of a unit, runs it, and keeps none: the backward pass gathers them again.
+    """Gathers a unit's params, runs it, and keeps no param: the backward pass gathers them again.
 
-    Under transforms, in which autograd saves nothing, they stay as tensors of the graph. Without
-    grad mode, no backward pass follows. A checkpoint around the unit runs all of this again.
+    What else the backward pass needs is saved. Under transforms, in which autograd saves nothing,
+    params stay as tensors of the graph. Without grad mode, no backward pass follows. A checkpoint
+    around the unit runs all of this again.
     """
     # What a checkpoint computes again gathers again.
     is_saving = torch.is_grad_enabled() and not in_checkpoint()
@@ -382,7 +387,7 @@ class _GatheredAgain(NamedTuple):
     def fill_in_backward(
         self, params: Mapping[str, Tensor], output: Any, inputs: Any
     ) -> None:
-        """Registers hooks that put params into the module while the backward pass is in the unit.
+        """Registers hooks that put params into the module while the backward pass runs there.
 
         So a checkpoint inside of the unit can call its parts again. After the unit, the module has
         ``Absent`` again, and the params are freed.
@@ -435,10 +440,10 @@ class _Saved(NamedTuple):
 def _make_hooks(
     gathered: _GatheredAgain, params: Mapping[str, Tensor]
 ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Makes hooks for saved tensors that keep no full param, and gather it when it is needed.
+    """Returns hooks that pack and unpack saved tensors, and keep no full param.
 
-    Returns the hook that packs and the one that unpacks. Other tensors go through the hooks that
-    were active before.
+    A view of a param is packed as a description. To unpack it, the params are gathered if they are
+    not yet. Other tensors go through the hooks that were active before.
     """
     names = {}
     for name, param in params.items():

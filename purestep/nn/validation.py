@@ -66,7 +66,7 @@ def check_has_value(name: str, buffer: Tensor) -> None:
 
 
 def _check_part(path: str, part: Module) -> None:
-    """Raises if one module of a module, by itself, cannot be a part of a pure function.
+    """Raises if one part of a module, without the parts inside of it, cannot be in a pure function.
 
     That is ``TypeError`` for wrappers and for ``__slots__`` of a part with parameters, and
     ``ValueError`` for ``scale_grad_by_freq``.
@@ -96,8 +96,8 @@ def check_trained(
 ) -> None:
     """Raises unless params are real floats, have no hooks, and share no memory with other tensors.
 
-    Memory raises ``ValueError``, the others ``TypeError``. ``tensors`` are all tensors of the
-    module, the params first.
+    Shared memory raises ``ValueError``, the others ``TypeError``. ``tensors`` are all tensors of
+    the module, the params first.
     """
     _check_memory(params, tensors)
     for name, p in params.items():
@@ -142,8 +142,8 @@ def _check_memory(
 def find_written_buffers(module: Module) -> list[str]:
     """Returns the names of buffers to which parts in training mode write, as BatchNorm does.
 
-    For a BatchNorm without running statistics, gives a name that no buffer has, and why: each call
-    lacks it, so that each is refused.
+    For a BatchNorm without running statistics, in any mode, the list has a text that is no buffer's
+    name. Each call lacks it, so that each is refused; the text says why.
 
     >>> find_written_buffers(torch.nn.BatchNorm1d(2))
     ['running_mean', 'running_var', 'num_batches_tracked']
@@ -167,8 +167,8 @@ def check_names(
 ) -> None:
     """Raises if a mapping lacks a required name, or has one that is not allowed.
 
-    The error is a ``ValueError``, and for what is no mapping a ``TypeError``. ``what`` and ``hint``
-    are parts of its message.
+    The error is a ``ValueError``, and for what is no mapping a ``TypeError``. ``what`` names the
+    mapping in its message, which ends with ``hint``.
 
     >>> check_names("params", {"bias": 0}, ["weight"], ["weight"], "pass those of from_module")
     Traceback (most recent call last):
@@ -192,7 +192,7 @@ def check_names(
 
 
 def format_names(names: Iterable[str]) -> str:
-    """Formats the first five names.
+    """Joins the first five names by commas, and "..." if there are more; "none" without any.
 
     >>> format_names("abcdef")
     'a, b, c, d, e, ...'

@@ -32,7 +32,7 @@ class Arithmetic(Protocol):
         """Returns x in the dtype of ``like``; x itself if it has that."""
 
     def assign_(self, x: Any, y: Any) -> Any:
-        """Returns x with y written over it; y itself if no operation writes in place."""
+        """Returns y's values: in the memory of x, or y itself if no operation writes in place."""
 
     def add_(self, x: Any, y: Any, alpha: Number = 1) -> Any:
         """Computes x + alpha · y, with one rounding unless alpha is a tensor on a device.
@@ -41,19 +41,19 @@ class Arithmetic(Protocol):
         """
 
     def mul(self, x: Any, factor: Number) -> Any:
-        """Computes x · factor."""
+        """Computes x · factor, in new memory."""
 
     def mul_(self, x: Any, factor: Number) -> Any:
         """Computes x · factor, perhaps in the memory of x."""
 
     def div(self, x: Any, divisor: Tensor) -> Any:
-        """Computes x / divisor, a scalar tensor, in new memory."""
+        """Computes x / divisor in new memory; divisor is a scalar tensor."""
 
     def div_(self, x: Any, y: Any) -> Any:
-        """Computes x / y, where y may be a scalar tensor, perhaps in the memory of x."""
+        """Computes x / y, perhaps in the memory of x; y is like x, or a scalar tensor."""
 
     def lerp(self, x: Any, y: Any, weight: Number) -> Any:
-        """Computes x + weight · (y − x)."""
+        """Computes x + weight · (y − x), in new memory."""
 
     def lerp_(self, x: Any, y: Any, weight: float) -> Any:
         """Computes x + weight · (y − x), perhaps in the memory of x."""
@@ -62,10 +62,13 @@ class Arithmetic(Protocol):
         """Computes x + value · y · z, perhaps in the memory of x."""
 
     def sqrt(self, x: Any) -> Any:
-        """Computes √x. On leaves and on the host, its derivative at 0 is 0: see ``safe_sqrt``."""
+        """Computes √x, in new memory.
+
+        On leaves and on the host, its derivative at 0 is 0: see ``safe_sqrt``.
+        """
 
     def sign(self, x: Any) -> Any:
-        """Computes the sign of x."""
+        """Computes the sign of x, in new memory."""
 
 
 class LeafArithmetic:
@@ -83,7 +86,7 @@ class LeafArithmetic:
         return y
 
     def add_(self, x: Tensor, y: Tensor | float, alpha: Number = 1) -> Tensor:
-        """Returns x + alpha · y in new memory, with one rounding, as kernels with ``alpha``.
+        """Computes x + alpha · y in new memory, with one rounding, as foreach kernels do.
 
         y may be a float only if alpha is no tensor.
         """
@@ -94,19 +97,19 @@ class LeafArithmetic:
         return torch.addcmul(x, y, alpha.to(dtype))
 
     def mul(self, x: Tensor, factor: Number) -> Tensor:
-        """Computes x · factor in new memory; a tensor is cast to the dtype of x first."""
+        """Computes x · factor in new memory; a tensor factor is cast to the dtype of x first."""
         return x * as_scalar(factor, x)
 
     mul_ = mul
 
     def div(self, x: Tensor, divisor: Tensor) -> Tensor:
-        """Divides x by a leaf or by a scalar tensor, which is cast to the dtype of x first."""
+        """Divides x, in new memory, by a leaf or scalar tensor, cast to the dtype of x first."""
         return x / as_scalar(divisor, x)
 
     div_ = div
 
     def lerp(self, x: Tensor, y: Tensor, weight: Number) -> Tensor:
-        """Computes x + weight · (y − x) in new memory; a tensor weight is cast first."""
+        """Computes x + weight · (y − x) in new memory; a tensor weight is cast to x's dtype."""
         return torch.lerp(x, y, as_scalar(weight, x))
 
     lerp_ = lerp
@@ -116,11 +119,11 @@ class LeafArithmetic:
         return torch.addcmul(x, y, z, value=value)
 
     def sqrt(self, x: Tensor) -> Tensor:
-        """Computes √x, whose derivative at 0 is 0; see ``safe_sqrt``."""
+        """Computes √x in new memory; its derivative at 0 is 0: see ``safe_sqrt``."""
         return safe_sqrt(x)
 
     def sign(self, x: Tensor) -> Tensor:
-        """Computes the sign of x."""
+        """Computes the sign of x, in new memory."""
         return x.sign()
 
 
@@ -137,9 +140,9 @@ class ForeachArithmetic:
         return x
 
     def add_(self, x: Column, y: Column | float, alpha: Number = 1) -> Column:
-        """Adds alpha · y to x: in place if x has the wider dtype of both, else in new memory.
+        """Returns x + alpha · y: in place if x has the wider dtype of both, else in new memory.
 
-        A float y is added in place, and alpha is then not used.
+        New memory has the dtype of y. A float y is added in place, and alpha is then not used.
         """
         if not isinstance(y, Sequence):
             foreach.add_(x, y)
@@ -176,7 +179,7 @@ class ForeachArithmetic:
         return foreach.div(x, number)
 
     def div_(self, x: Column, y: Column | Tensor) -> Column:
-        """Divides x in place, by a column or by a scalar tensor, and returns it."""
+        """Divides x in place by a column or a scalar tensor, and returns it."""
         if isinstance(y, Tensor):
             foreach.div_(x, foreach.as_number(y, x[0]))
         else:
@@ -203,18 +206,18 @@ class ForeachArithmetic:
         return x
 
     def sqrt(self, x: Column) -> Column:
-        """Computes √x: on the host by ``safe_sqrt``, on a device by its kernel."""
+        """Computes √x in new memory: on the host by ``safe_sqrt``, on a device by its kernel."""
         if x[0].is_cpu:
             return [safe_sqrt(leaf) for leaf in x]
         return foreach.sqrt(x)
 
     def sign(self, x: Column) -> Column:
-        """Computes the signs of x."""
+        """Computes the signs of x, in new memory."""
         return foreach.sign(x)
 
 
 def as_scalar(value: Number, x: Tensor) -> Number:
-    """Casts a scalar tensor to the dtype of x, and returns a float as it is.
+    """Returns a scalar tensor in the dtype of x, and a float as it is.
 
     Without the cast, a tensor of a wider dtype would promote an x that is a scalar, too.
     """
