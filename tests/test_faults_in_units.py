@@ -46,6 +46,7 @@ def fail(error: type[BaseException]) -> None:
 IN_A_BLOCK: dict[str, Callable[[Tensor], Any]] = {
     "forward": lambda x: fail(ArithmeticError),
     "exit": lambda x: fail(SystemExit),
+    "interrupt": lambda x: fail(KeyboardInterrupt),
     "backward": lambda x: FailsBackward.apply(x, ArithmeticError),
     "exit from backward": lambda x: FailsBackward.apply(x, SystemExit),
     "nothing reaches the params": Tensor.detach,
@@ -243,3 +244,21 @@ def test_a_process_that_fails(
     gathering: str, fault: str, num_earlier: int, world: World
 ) -> None:
     run_on_ranks(partial(on_processes, world), gathering, fault, num_earlier)
+
+
+def unshard_after_an_interrupt(axis: Any) -> Any:
+    """Gathers all params after a second update that ended in the second block of every rank."""
+    params, step = make_step(Gathering(), axis)
+    rows = make_rows().split(LENGTHS[axis.size])[axis.rank]
+    right = {"x": rows, "fault": ""}
+    state = ps.shard((params, OPTIMIZER.init(params)), axis)
+    step(*state, [right])
+    with pytest.raises(KeyboardInterrupt):
+        step(*state, [{**right, "fault": "interrupt"}])
+    return ps.unshard(state[0])
+
+
+def test_gathers_after_an_interrupt_are_not_compared_with_those_of_a_loss() -> None:
+    params, _ = make_step(Gathering(), ps.LocalAxis())
+    for full in on_threads(Ranks(3), unshard_after_an_interrupt):
+        assert_same(full, params)
