@@ -67,9 +67,9 @@ def make_backward(
 
     ``backward(microbatches)`` sets ``.grad`` of each parameter that requires grad to the gradient
     that ``make_update_step`` computes, in the parameter's dtype. What was in ``.grad`` is gone, so
-    nothing is left to zero. A parameter that the loss does not reach has a gradient of zeros. The
-    parameters themselves are the leaves: nothing is copied, and the module runs as it is, with its
-    hooks and buffers.
+    nothing is left to zero. If ``backward`` raises, ``.grad`` is None. A parameter that the loss
+    does not reach has a gradient of zeros. The parameters themselves are the leaves: nothing is
+    copied, and the module runs as it is, with its hooks and buffers.
 
     Args:
         model: the module. Not one in ``DistributedDataParallel``: name the ranks by ``axis``.
@@ -83,7 +83,10 @@ def make_backward(
 
     Returns:
         The metrics of an update: ``grad_norm`` is that before any clipping, and ``applied`` is
-        False where there is no token, so that the gradient is zero.
+        False where there is no token: the gradient is then zero.
+
+    Raises ``TypeError`` for a module in DDP or FSDP. ``backward`` raises ``ValueError`` if no
+    parameter requires grad, if a microbatch has a graph, and under a transform or a compiler.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> nn.init.zeros_(model.weight).tolist()
@@ -140,7 +143,7 @@ def make_backward(
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that require grad, each once, by name.
+    """Returns the parameters that require grad, by name; a shared one once, by its first name.
 
     >>> [*trainable_parameters(nn.Linear(1, 1))]
     ['weight', 'bias']
@@ -150,7 +153,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_can_set_grads(model: object) -> None:
-    """Raises ``TypeError`` unless ``model`` is a module without DDP or FSDP in any part."""
+    """Raises ``TypeError`` unless ``model`` is a module, and no part of it is in DDP or FSDP."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}: call "
@@ -181,7 +184,10 @@ def _check_parameters(
     opt_state: OptState,
     microbatches: Sequence[Microbatch],
 ) -> None:
-    """Raises ``ValueError`` without params, and as ``check_params`` if a step cannot take them."""
+    """Raises ``ValueError`` without params, and as ``check_params`` if a step cannot take them.
+
+    ``opt_state`` and ``microbatches`` are not checked.
+    """
     if not params:
         raise ValueError(
             "no parameter of the model requires grad: call requires_grad_() on those to train"

@@ -32,7 +32,7 @@ class PreweightedMicrobatches(Sequence[Microbatch]):
 
     @abstractmethod
     def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:
-        """Returns the checked weights of each microbatch, perhaps still on the host."""
+        """Returns the checked weights of each microbatch by ``weight_fn``, perhaps on the host."""
 
 
 class WeightedMicrobatches(NamedTuple):
@@ -84,8 +84,9 @@ def with_weights(
 ) -> WeightedMicrobatches:
     """Computes the weights of a group and their counts; both are None if ``weight_fn`` is None.
 
-    Raises ``TypeError`` unless ``microbatches`` is a sequence. One that makes its microbatches
-    when they are read is read once, into a list.
+    Raises ``TypeError`` unless ``microbatches`` is a sequence, and for a ``NamedTuple``. Raises as
+    ``compute_weights`` does. A sequence that makes its microbatches when they are read is read
+    once, into a list. ``PreweightedMicrobatches`` are not read.
 
     >>> with_weights([{"labels": torch.tensor([5, -100])}], label_weights).weights
     [tensor([ True, False])]
@@ -137,7 +138,7 @@ def count_tokens(
 
     ``psum`` the counts for those of all ranks. N = Σ wᵢ is exact for bool and int weights, in
     int64. Float weights are summed in float64. ``WeightedMicrobatches`` keep the counts that they
-    have; without any, the counts are zeros.
+    have, whatever the ``weight_fn``; without any, the counts are zeros.
 
     >>> group = [{"labels": torch.tensor([5, 7, -100])}, {"labels": torch.tensor([-100])}]
     >>> count_tokens(group)
@@ -152,7 +153,7 @@ def count_tokens(
 def compute_weights(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
     """Computes the checked weights of a microbatch, in memory that no other code writes to.
 
-    Raises as ``validate_weights`` does.
+    Raises as ``validate_weights`` does. An error of ``weight_fn`` passes, with a note.
     """
     try:
         weights = weight_fn(microbatch)
@@ -200,7 +201,7 @@ def sum_stacked_weights(weights: Tensor) -> TokenCounts:
 
 
 def check_count(counts: TokenCounts) -> None:
-    """Raises ``ValueError`` if N, the number of tokens, overflows.
+    """Raises ``ValueError`` if N, the number of tokens, is negative, infinite or NaN: it overflows.
 
     Where a device, a transform or a compiler hides N, nothing is checked.
     """
@@ -228,7 +229,8 @@ def check_total(total: float) -> None:
 def has_tokens(counts: TokenCounts) -> bool:
     """Returns whether a group has tokens; True if a transform or a compiler hides their number.
 
-    Elsewhere it reads the number, and waits for a device.
+    Elsewhere it reads the number, and waits for a device. Under a ``vmap`` on the host, it is True
+    if any group has tokens.
 
     >>> has_tokens(TokenCounts(torch.tensor(0), torch.tensor(0)))
     False

@@ -47,8 +47,10 @@ def make_eval_step(
 ) -> Callable[[Params, Sequence[Microbatch]], EvalMetrics]:
     """Makes a pure function ``eval_step(params, microbatches) -> metrics``.
 
-    It counts tokens as the update does, and computes no gradients. Under a transform of
-    ``torch.func`` its loss can be differentiated; otherwise metrics are detached.
+    It counts tokens as the update does, and computes no gradients. All ranks of the axis call it
+    together, and get the same metrics. ``metrics.loss`` is the weighted mean over all their tokens,
+    and 0 without tokens. Under a transform of ``torch.func`` it can be differentiated; otherwise
+    metrics are detached.
 
     Args:
         loss_fn: as in ``make_update_step``. Leave out dropout, of which the first evaluation warns,
@@ -136,7 +138,7 @@ def _forward_group(
 
     The losses are divided by the counts ``total``, or are plain sums if it is None. The sum of no
     losses is a scalar zero on the device of ``like``. If ``is_recorded``, microbatches are not
-    detached.
+    detached. Raises ``ValueError`` if the group yields more or fewer microbatches than its length.
     """
     divisors = None if total is None else denominators(total)
     losses: list[Tensor] = []
@@ -167,5 +169,5 @@ def _forward_group(
 
 
 def _detach_unless_transformed(values: T) -> T:
-    """Returns a tree detached, but as it is under a transform, where it keeps its derivative."""
+    """Returns a tree detached; under a transform or dual numbers as it is, with derivatives."""
     return cast("T", tree.detach(values)) if tree.can_write() else values

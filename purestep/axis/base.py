@@ -39,7 +39,7 @@ class Axis(Protocol):
 
     @property
     def index(self) -> Tensor:
-        """Returns the index of this rank, as a scalar tensor."""
+        """Returns the index of this rank, from 0 to size - 1, as a scalar tensor."""
 
     @property
     def is_multi_program(self) -> bool:
@@ -47,13 +47,17 @@ class Axis(Protocol):
 
     @property
     def global_ranks(self) -> frozenset[int]:
-        """Returns the global ranks of the axis; empty if unknown."""
+        """Returns the ranks of the axis, by their numbers in the world; empty if unknown."""
 
     def apply(self, op: str, x: Tensor) -> Tensor:
-        """Runs psum, pvary, all_gather or psum_scatter on one tensor.
+        """Runs the collective ``op`` on one tensor, and returns the result of this rank.
 
-        all_gather adds a dimension 0 over the ranks. psum_scatter takes one, and removes it.
+        ``op`` is "psum", "pvary", "all_gather" or "psum_scatter". all_gather adds a dimension 0
+        over the ranks. psum_scatter needs this dimension in ``x``, and removes it.
         """
 
     def apply_tree(self, op: str, x: Any) -> Any:
-        """Runs psum or pvary on every leaf; psum gets floats, complex numbers and int64 alone."""
+        """Runs ``op``, "psum" or "pvary", on every leaf, and returns the tree of the results.
+
+        psum takes floats, complex numbers and int64: cast bools and other integers before.
+        """

@@ -75,11 +75,11 @@ def is_subaxis(inner: Axis, axis: Axis) -> bool:
 
 
 def psum(x: Tree, axis: Axis) -> Tree:
-    """Sums each leaf over all ranks, integers and bools in int64. Every rank gets the same sum.
+    """Sums each leaf over all ranks, integers and bools in int64; every rank gets the same sum.
 
-    In a loss, write ``pvary(psum(x, axis), axis)``: each rank differentiates the losses of its
-    tokens, and ``pvary`` sums what all ranks send back to x. Without it, x gets this rank's part of
-    the gradient alone.
+    The backward pass runs ``pvary``. In a loss, write ``pvary(psum(x, axis), axis)``: each rank
+    differentiates the losses of its tokens, and ``pvary`` sums the cotangents of all ranks. Without
+    it, x gets this rank's part of the gradient alone.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -108,7 +108,7 @@ def _integers_to_int64(x: Tree) -> Tree:
 def pmean(x: Tree, axis: Axis) -> Tree:
     """Takes the mean of each leaf over all ranks; that of integers and bools is a float.
 
-    For a mean over tokens, ``psum`` the sums and the counts, and divide.
+    Each rank counts alike. For a mean over tokens, ``psum`` the sums and the counts, and divide.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -138,8 +138,8 @@ def pvary(x: Tree, axis: Axis) -> Tree:
 def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tree:
     """Stacks each leaf of all ranks along a new ``dim``, in order of rank.
 
-    ``tiled`` concatenates them along an existing ``dim`` instead. Every rank gets the same. The
-    backward pass runs ``psum_scatter``.
+    ``tiled`` concatenates them along an existing ``dim`` instead. Every rank gets the same. A leaf
+    needs one shape on all ranks. The backward pass runs ``psum_scatter``.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -160,11 +160,11 @@ def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tre
 
 
 def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tree:
-    """Sums each leaf over all ranks, and keeps rank r's slice of the sum along ``dim``.
+    """Sums each leaf over all ranks, and keeps this rank's slice of the sum along ``dim``.
 
-    ``dim`` has one entry per rank, and disappears. ``tiled`` cuts it into equal blocks instead. A
-    ``dim`` of another size raises ``ValueError``. Integers and bools are summed in int64. The
-    backward pass runs ``all_gather``.
+    ``dim`` has one entry per rank, and disappears. With ``tiled`` it stays: it is cut into equal
+    blocks, one per rank. A ``dim`` whose size does not fit raises ``ValueError``. Integers and
+    bools are summed in int64. The backward pass runs ``all_gather``.
 
     >>> import torch
     >>> from purestep import VmapAxis

@@ -114,7 +114,7 @@ class MeshAxis(ProcessAxis):
 
     @property
     def global_ranks(self) -> frozenset[int]:
-        """Returns the processes of the axis, by their ranks in the world."""
+        """Returns the processes of the axis, this one included, by their ranks in the world."""
         return self._global_ranks
 
     def __eq__(self, other: object) -> bool:
@@ -128,8 +128,9 @@ class MeshAxis(ProcessAxis):
     def launch(self, x: Tensor, op: str = "psum") -> Wait:
         """Launches a collective on contiguous memory, and returns a function that waits for it.
 
-        That function returns the result: ``x`` itself, overwritten, after a psum, and a new
-        vector after another op. Both raise ``RankError`` if the connection is lost.
+        ``op`` is "psum", "all_gather" or "psum_scatter". The function returns the result: ``x``
+        itself, overwritten, after a psum, and a new vector after another op. ``launch`` and the
+        function raise ``RankError`` if the connection is lost.
         """
         if op == "psum":
             return self._launch_psum(x)
@@ -154,17 +155,22 @@ class MeshAxis(ProcessAxis):
         return wait
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Gathers a picklable value of each process; each gets all of them, in order of rank."""
+        """Gathers a picklable value of each process; each gets all of them, in order of rank.
+
+        All processes of the axis call it. Raises ``RankError`` if the connection is lost.
+        """
         values: list[Any] = [None] * self.size
         with explain_lost_ranks(self.process_group):
             dist.all_gather_object(values, value, group=self._group)
         return values
 
     def complement(self, inner: ProcessAxis) -> MeshAxis:
-        """Returns the axis over the dimensions that its subaxis ``inner`` does not have.
+        """Returns the axis over those dimensions of this axis that its subaxis ``inner`` lacks.
 
         All ranks call it together, since the first call may make a process group. Raises
-        ``ValueError`` unless ``inner`` consists of some, but not all, of the dimensions.
+        ``ValueError`` unless ``inner`` consists of some, but not all, of the dimensions. An
+        ``inner`` of another mesh raises it too, if it has two or more ranks in common with the
+        result.
         """
         dims = getattr(inner, "dims", ())
         others = tuple(dim for dim in self.dims if dim not in dims)
@@ -202,9 +208,9 @@ class MeshGroup(NamedTuple):
     def begin(self, op: str, flat: Tensor) -> Tensor:
         """Launches "psum", "all_gather" or "psum_scatter" on a vector.
 
-        These are torch's functional collectives, which compile.
-
-        Returns the result as a new vector, which ``torch_private.wait`` must wait for.
+        It leaves the vector as it is. Returns the result as a new vector, which
+        ``torch_private.wait`` must wait for. These are torch's functional collectives, which
+        compile.
         """
         if op == "psum":
             return torch_private.all_reduce(flat, "sum", self.name)
@@ -213,11 +219,11 @@ class MeshGroup(NamedTuple):
         return torch_private.reduce_scatter(flat, "sum", self.size, self.name)
 
     def run(self, op: str, x: Tensor) -> Tensor:
-        """Runs a collective on a plain tensor, and waits for the result.
+        """Runs a collective on a plain tensor, waits, and returns the result as a new tensor.
 
-        "psum" keeps the shape, and "pvary" returns a view. "all_gather" puts a dimension over ranks
-        first, and "psum_scatter" takes that dimension away. Raises ``RankError`` if the connection
-        is lost.
+        "psum" keeps the shape. "all_gather" puts a dimension over ranks first, and "psum_scatter"
+        takes that dimension away. "pvary" runs nothing, and returns a view of ``x``. Raises
+        ``RankError`` if the connection is lost.
         """
         if op == "pvary":
             return x.view_as(x)
@@ -258,7 +264,7 @@ LOST_CONNECTION = re.compile(
 def explain_lost_ranks(group: object) -> Iterator[None]:
     """Turns a lost connection or a timeout in the block into a ``RankError`` with advice.
 
-    Other errors pass.
+    The error names ``group``. Other errors pass.
     """
     try:
         yield

@@ -71,7 +71,7 @@ class ProcessGroup(Protocol):
     """Runs collectives over ranks that run their own programs: not torch's class of this name."""
 
     def run(self, op: str, x: Tensor) -> Tensor:
-        """Runs a collective, to which each rank brings one plain tensor, and returns the result."""
+        """Runs a collective on one plain tensor of each rank; returns this rank's result."""
 
 
 class _CollectiveFunction(Function):
@@ -134,7 +134,11 @@ class _CollectiveFunction(Function):
 def apply_function(
     x: Tensor, rank_index: Tensor | None, op: str, process_group: ProcessGroup | None
 ) -> Tensor:
-    """Runs a collective on one tensor, with gradients, tangents and batching."""
+    """Runs the collective ``op`` on one tensor, with its derivatives and its batching rule.
+
+    Its ranks are those of ``process_group``. If that is None, they are the dimension along which a
+    ``torch.vmap`` batches ``rank_index``. Without either, it raises ``RuntimeError``.
+    """
     apply: Callable[..., Tensor] = _CollectiveFunction.apply
     return apply(x, rank_index, op, process_group)
 

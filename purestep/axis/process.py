@@ -87,7 +87,7 @@ class ProcessAxis(ABC):
 
     @property
     def global_ranks(self) -> frozenset[int]:
-        """Returns the global ranks of the axis, this one included; empty if unknown."""
+        """Returns the world ranks of the axis, this one included; empty if unknown."""
         return frozenset()
 
     def start_gather_log(self, log: GatherLog) -> None:
@@ -95,22 +95,26 @@ class ProcessAxis(ABC):
         self._gather_logs[self.rank, self.global_ranks] = log
 
     def begin_gather(self, name: str) -> None:
-        """Notes in the log, if any, that this rank gathers params ``name`` until ``end_gather``."""
+        """Notes in the log, if any, that this rank gathers the params of the unit ``name``.
+
+        Launches get this name until ``end_gather``.
+        """
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
             log.names.append(name)
             log.current.append(name)
 
     def end_gather(self) -> None:
-        """Ends the last ``begin_gather``: launches get the name of the one around it, or none."""
+        """Ends the last ``begin_gather``: launches get the name of the unit around it, or none."""
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
             log.current.pop()
 
     def log_launch(self, op: str, x: Tensor) -> None:
-        """Notes in the log, if any, what this rank is about to gather or scatter.
+        """Notes in the log, if any, that this rank is about to run ``op`` on ``x``.
 
-        Calls the log's listeners, which may raise.
+        ``op`` gathers or scatters shards. Calls the log's listeners, which may raise. It launches
+        nothing.
         """
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
@@ -140,7 +144,11 @@ class ProcessAxis(ABC):
         return self.on_host
 
     def apply(self, op: str, x: Tensor) -> Tensor:
-        """Runs a collective on one tensor, with its transpose, under any transform."""
+        """Runs a collective on one tensor, and returns the result of this rank.
+
+        It also runs under autograd, transforms of ``torch.func`` and a compiler, which get its
+        derivatives.
+        """
         if tree.is_plain_eager(x):
             return self.process_group.run(op, x)  # Without a node in the graph.
         return apply_op(x, None, op, self.process_group)
@@ -148,8 +156,8 @@ class ProcessAxis(ABC):
     def apply_tree(self, op: str, x: Tree) -> Tree:
         """Runs psum or pvary on every leaf; psum sums small leaves of one dtype together.
 
-        The sums lie on the devices of the leaves. Under a transform or with gradients, each leaf
-        is summed alone.
+        The sums are new tensors on the devices of the leaves, and pvary returns the tree itself.
+        Under a transform, a compiler or autograd, the collective runs on each leaf alone.
         """
         leaves, spec = tree.flatten(x)
         if not tree.is_plain_eager(leaves):
@@ -169,8 +177,8 @@ class ProcessAxis(ABC):
     def _sum_leaves(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Sums leaves over the ranks, in vectors of at most ``bucket_bytes`` or of one leaf.
 
-        Returns new tensors, which may be views of one vector, with the strides of the leaves. Those
-        of sparse leaves are dense.
+        Returns new tensors with the strides of the leaves; they may be views of one vector. The
+        sums of sparse leaves are dense. Autograd does not see the sums.
         """
         leaves = [leaf.to_dense() if leaf.is_sparse else leaf for leaf in leaves]
         totals = [
@@ -193,16 +201,19 @@ class ProcessAxis(ABC):
     def launch(self, x: Tensor, op: str = "psum") -> Wait:
         """Launches a collective on contiguous memory, and returns a function that waits for it.
 
-        That function returns the result: ``x`` itself, overwritten, after a psum. The result of
+        The function returns the result: ``x`` itself, overwritten, after a psum. The result of
         another op is new memory, whose shape depends on the class of the axis.
         """
 
     @abstractmethod
     def complement(self, inner: ProcessAxis) -> ProcessAxis:
-        """Returns the axis over those of its ranks that have this rank's index along ``inner``."""
+        """Returns the axis over some of these ranks: those with this rank's index along ``inner``.
+
+        ``inner`` is a subaxis of this axis. All ranks call it together.
+        """
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Gathers a value of each rank, in order of rank, to explain an error.
+        """Gathers a value of each rank, to explain an error; each rank gets all, in order of rank.
 
         Raises ``NotImplementedError`` unless the class of the axis implements it.
         """
@@ -210,9 +221,9 @@ class ProcessAxis(ABC):
 
 
 def _split_by_dtype(leaves: Sequence[Tensor], max_bytes: int) -> Iterator[list[int]]:
-    """Yields positions of leaves of one dtype and device: ``max_bytes`` at most, or a single leaf.
+    """Yields the positions of leaves to sum together: all of one dtype and device.
 
-    Empty leaves are left out.
+    Together they have at most ``max_bytes``, or are a single leaf. Empty leaves are left out.
 
     >>> leaves = [torch.ones(2), torch.ones(0), torch.ones(2), torch.ones(1)]
     >>> [*_split_by_dtype(leaves, max_bytes=16)]

@@ -50,10 +50,12 @@ class VmapAxis:
         """Makes a function of positional arguments that runs ``fn`` on every rank.
 
         ``in_dims`` and ``out_dims`` are as in ``torch.vmap``, for trees. An integer is the
-        dimension of the leaves that runs over ranks, None means that every rank has the same. An
-        output of ``out_dims=None`` must really be the same, which is checked: it comes from
-        ``psum`` or from shared inputs. ``randomness`` is that of ``torch.vmap`` as well, for
-        functions that draw from the global generator.
+        dimension of the leaves that runs over ranks. None means that every rank has the same. An
+        output of ``out_dims=None`` must come from ``psum``, ``all_gather`` or shared inputs. Others
+        raise ``ValueError``, even if their values agree.
+
+        ``randomness`` is that of ``torch.vmap`` as well, for functions that draw from the global
+        generator.
         """
 
         def mapped(*args: Any) -> Any:
@@ -97,11 +99,14 @@ class VmapAxis:
         return rank_index
 
     def apply(self, op: str, x: Tensor) -> Tensor:
-        """Runs a collective over the ranks of ``map``; raises ``RuntimeError`` outside of it."""
+        """Runs a collective over the ranks of ``map``, and returns the result of this rank.
+
+        Raises ``RuntimeError`` outside of ``map``.
+        """
         return apply_op(x, self.index, op)
 
     def apply_tree(self, op: str, x: Tree) -> Tree:
-        """Runs psum or pvary on every leaf."""
+        """Runs psum or pvary on every leaf; raises ``RuntimeError`` outside of ``map``."""
         return tree.map(lambda leaf: self.apply(op, leaf), x)
 
     def __repr__(self) -> str:
@@ -121,7 +126,10 @@ def _rank_indices() -> dict[VmapAxis, Tensor]:
 def bind_rank_indices(
     axes: Sequence[VmapAxis], indices: Sequence[Tensor]
 ) -> Iterator[None]:
-    """Sets the rank indices of axes in this thread, inside the ``with``; other axes keep theirs."""
+    """Sets the rank indices of axes in this thread, inside the ``with``; other axes keep theirs.
+
+    Afterwards, all have the indices of before.
+    """
     outer = _rank_indices()
     _thread.rank_indices = outer | dict(zip(axes, indices, strict=True))
     try:
@@ -133,7 +141,8 @@ def bind_rank_indices(
 def _broadcast_dims(dims: Any, args: Tree, name: str) -> list[int | None]:
     """Returns the dimension of every leaf of ``args``; the tree ``dims`` may be a prefix of it.
 
-    Raises ``ValueError``, which calls ``dims`` by ``name``, if it does not fit.
+    A None in ``dims`` is the dimension None. Raises ``ValueError``, which calls ``dims`` by
+    ``name``, if it does not fit.
     """
     try:
         # A None in ``dims`` is a value, and one in ``args`` an empty subtree.

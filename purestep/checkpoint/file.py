@@ -27,7 +27,8 @@ UNFINISHED = ".unfinished"
 def write_file(path: File, tensors: Mapping[str, Tensor]) -> None:
     """Writes tensors and a checksum to a file; an older file is replaced atomically.
 
-    Raises ``OSError`` with the path if that fails, and leaves the older file as it was.
+    It follows a link, and keeps the permissions of an older file. Raises ``OSError`` with the path
+    if that fails, also for a dtype that safetensors lacks. The older file then stays as it was.
     """
     sorted_tensors = {
         name: tensors[name].cpu().contiguous() for name in sorted(tensors)
@@ -66,8 +67,9 @@ class SavedLeaves(NamedTuple):
 def read_file(path: File, like: NamedLeaves) -> SavedLeaves:
     """Reads the leaves of ``like`` from a file to their devices; of a ``Shard``, this rank's part.
 
-    Raises ``ValueError`` if the file is damaged, or if names, shapes or dtypes differ from
-    ``like``. The ``save_id`` is the checksum.
+    The leaves are new. Raises ``ValueError`` if the file is damaged, or if names, shapes or dtypes
+    differ from ``like``, and ``FileNotFoundError`` if there is no file. The ``save_id`` is the
+    checksum.
     """
     loaded = {name: state.empty_like(leaf) for name, leaf in like.items()}
     formatted = {}
@@ -97,7 +99,7 @@ def read_file(path: File, like: NamedLeaves) -> SavedLeaves:
 
 
 def make_damage_error(path: File) -> ValueError:
-    """Makes the error for a file that ``save`` did not write, or that has changed since."""
+    """Makes the ``ValueError`` for a file that ``save`` did not write, or that changed since."""
     return ValueError(
         f"{os.fspath(path)} is no checkpoint of ps.checkpoint.save, or was cut short or changed "
         "since: take an earlier one, or begin anew with another name"
@@ -106,7 +108,10 @@ def make_damage_error(path: File) -> ValueError:
 
 @contextmanager
 def path_in_errors(path: File) -> Iterator[None]:
-    """Raises an ``OSError`` with the path and advice, where the block fails to write."""
+    """Turns an ``OSError`` or ``SafetensorError`` of the block into an ``OSError`` with advice.
+
+    The error names ``path``. Other errors pass.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -135,7 +140,10 @@ def _make_spec(tensor: Tensor) -> TensorSpec:
 
 
 def _add_to_checksum(checksum: int, name: str, tensor: Tensor) -> int:
-    """Continues a CRC-32 by name, dtype, shape and values of a contiguous tensor on the host."""
+    """Returns ``checksum``, a CRC-32, continued by one tensor: name, dtype, shape and values.
+
+    The tensor must be contiguous and on the host.
+    """
     checksum = zlib.crc32(f"{name}: {format_leaf(tensor)}".encode(), checksum)
     if not tensor.nbytes:
         return checksum  # For the null pointer of an empty tensor, crc32 would start again at 0.

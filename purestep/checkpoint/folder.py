@@ -65,8 +65,9 @@ def on_all_ranks(
 ) -> T:
     """Calls ``act`` on all ranks; raises on all if it fails on one, or if descriptions differ.
 
-    A rank on which it fails raises its error, the others a ``RankError`` that names the first
-    such rank. If descriptions differ, all raise ``ValueError``. Else each rank returns its result.
+    A rank on which it fails raises its error, the others a ``RankError`` that names the first rank
+    that failed. If descriptions differ, all raise ``ValueError``. Else each rank returns its
+    result.
 
     Args:
         group: the ranks. None: only this process calls ``act``.
@@ -100,7 +101,8 @@ def on_all_ranks(
 def on_first_rank(group: Group, act: Callable[[], None]) -> None:
     """Calls ``act`` on the first rank alone, while the others wait; raises on all if it fails.
 
-    The first rank raises the error of ``act``, the others ``RankError``.
+    All ranks of the group call this together. The first raises the error of ``act``, the others
+    ``RankError``. Without a group, this process calls ``act``.
     """
 
     def act_if_first() -> None:
@@ -111,7 +113,10 @@ def on_first_rank(group: Group, act: Callable[[], None]) -> None:
 
 
 def gather_objects(group: Group, value: Any) -> list[Any]:
-    """Gathers a small object from each rank; every rank gets all of them, in rank order."""
+    """Gathers a small object from each rank; every rank gets all of them, in rank order.
+
+    The objects are pickled. Raises ``RankError`` if the connection is lost.
+    """
     values: list[Any] = [None] * dist.get_world_size(group)
     with explain_lost_ranks("the ranks of a checkpoint"):
         dist.all_gather_object(values, value, group=group)
@@ -119,7 +124,7 @@ def gather_objects(group: Group, value: Any) -> list[Any]:
 
 
 def make_difference_error(group: Group, description: set[str]) -> ValueError:
-    """Makes the error that names the first rank whose description differs from rank 0's.
+    """Makes the ``ValueError`` that names the first rank whose description differs from rank 0's.
 
     All ranks call it, after at least one description differed. Rank 0 alone sends its whole
     description, each other rank one difference.
@@ -138,9 +143,10 @@ def make_difference_error(group: Group, description: set[str]) -> ValueError:
 def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
     """Writes the shards of all ranks to a new folder; without a group, the tensors to a file.
 
-    Without a group, a file that exists is replaced. All ranks of a group call it together. They
-    all raise if one fails, or if ``path`` is a file or a folder that holds files. What cannot be
-    written raises ``OSError``, on the other ranks perhaps ``RankError``.
+    Without a group, a file that exists is replaced. All ranks of a group call it together. They all
+    raise if one fails, or if ``path`` is a file or a folder that holds files. What cannot be
+    written raises ``OSError``, on the other ranks perhaps ``RankError``. A ``Shard`` over an axis
+    that is no ``MeshAxis`` raises ``TypeError``.
     """
     if group is None:
         tensors = {name: state.local_tensor(leaf) for name, leaf in leaves.items()}
@@ -186,8 +192,10 @@ def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
 def read_folder(path: File, like: NamedLeaves) -> SavedLeaves:
     """Reads the leaves of ``like`` from a folder; of a ``Shard``, this rank's part.
 
-    Each rank reads for itself, and only the files that hold its part of the leaves. Raises
-    ``ValueError`` as ``read_file`` does.
+    Each rank reads for itself, and only the files that hold its part of the leaves. The leaves are
+    new. The ``save_id`` is the one that torch has given to the save. Raises ``ValueError`` as
+    ``read_file`` does, also for a folder without a checkpoint. A ``Shard`` over an axis that is no
+    ``MeshAxis`` raises ``TypeError``.
     """
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -248,7 +256,7 @@ class Block(Tensor):
     lengths: torch.Size
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns the size of the larger tensor."""
+        """Returns the size of the larger tensor, or of its dimension ``dim``."""
         return self.full_shape if dim is None else self.full_shape[dim]
 
     def __create_write_items__(self, fqn: str, block: Any) -> list[Any]:
@@ -276,7 +284,7 @@ class Block(Tensor):
         return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Lists the blocks that this rank holds, by their offsets and lengths: one."""
+        """Lists where the blocks of this rank are in the larger tensor: this block alone."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(self.offsets, self.lengths)]

@@ -67,9 +67,10 @@ def load_safetensors(
     """Loads named tensors from safetensors that any tool wrote; of a ``Shard``, this rank's part.
 
     No rank reads more than it holds, so the weights may be larger than its memory. ``like`` holds
-    the params of ``ps.from_module`` or ``ps.shard``, also those on "meta". Values are converted to
-    its dtypes. The files may hold more tensors; a missing name, a different shape or a damaged file
-    raises ``ValueError``. ``export_safetensors`` writes such a file.
+    the params of ``ps.from_module`` or ``ps.shard``, also those on "meta". The tensors are new, and
+    their values are converted to the dtypes of ``like``. The files may hold more tensors. A missing
+    name, a different shape, an unknown dtype or a damaged file raises ``ValueError``. A path
+    without files raises ``FileNotFoundError``. ``export_safetensors`` writes a file that it reads.
 
     Args:
         path: a file, or a folder as on Hugging Face's hub: one file, or several with an index.
@@ -98,7 +99,8 @@ def load_safetensors(
 def _find_tensors(path: Path) -> dict[str, _SavedTensor]:
     """Finds each tensor of a file, or of a folder's one file, or of the files that its index lists.
 
-    Raises ``FileNotFoundError`` unless a folder has one index, or one file and no index.
+    Returns where each is, by name. Raises ``FileNotFoundError`` unless a folder has one index, or
+    one file and no index, and ``ValueError`` if a header is damaged.
     """
     if path.is_file():
         return _read_header(path)
@@ -120,9 +122,9 @@ def _find_tensors(path: Path) -> dict[str, _SavedTensor]:
 
 
 def _read_header(path: Path) -> dict[str, _SavedTensor]:
-    """Reads the place, dtype and shape of each tensor, by name, from the header of a file.
+    """Reads where each tensor of a file is, with its dtype and shape, from the header, by name.
 
-    Raises ``ValueError`` if the header is cut short or is no JSON.
+    Raises ``ValueError`` if the header is cut short or is no JSON object.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -75,10 +75,10 @@ def save(path: File, tree: Tree) -> None:
 
 
 def agree_on_leaves(path: File, tree: Tree, group: Group) -> NamedLeaves:
-    """Returns the leaves that this rank saves, by name.
+    """Returns the leaves that this rank saves, by name, after all ranks have compared theirs.
 
     Raises on all ranks, as ``on_all_ranks`` does, if paths, names, shapes or dtypes differ, or if
-    one rank fails.
+    one rank fails. If ``group`` is None, nothing is compared.
     """
 
     def describe(leaves: NamedLeaves) -> set[str]:
@@ -94,8 +94,10 @@ def load(path: File, like: Tree) -> Tree:
     """Loads a tree into the containers, devices and memory order of ``like``.
 
     Its tensors are new. Names, shapes and dtypes must equal those of ``like``: else ``ValueError``
-    lists the first differences. So does a file or folder that was cut short or changed raise it.
-    Loading a file runs no code. A folder holds a pickle, so load no folder that you do not trust.
+    lists the first differences. A file or folder that was cut short or changed also raises
+    ``ValueError``, and so does a folder of ``save_step``: load its ``latest_checkpoint``. A missing
+    file raises ``FileNotFoundError``. Loading a file runs no code. A folder holds a pickle, so load
+    no folder that you do not trust.
 
     Any number of ranks can load a checkpoint, whatever number saved it. Where ``like`` has a
     ``Shard``, each rank loads its shard. Where ``like`` has a tensor, each rank loads all of it. If
@@ -134,14 +136,14 @@ def load(path: File, like: Tree) -> Tree:
 
 
 def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> None:
-    """Writes named tensors to one file of safetensors, for tools such as transformers.
+    """Writes named tensors to one file of safetensors, for tools like transformers.
 
     If there is a ``Shard`` among them, all processes call this together. They gather one tensor
     after the other. The first process collects them in host memory, and writes the file. If one
     process fails, all raise. Without ``Shard``, call it on one rank.
 
-    An older file is replaced. A value that is no tensor raises ``TypeError``, and what cannot be
-    written ``OSError``.
+    An older file is replaced. A value that is no tensor, or the name "__metadata__", raises
+    ``TypeError``, and what cannot be written ``OSError``.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -170,9 +172,11 @@ def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> Non
 def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
     """Saves to ``folder/step``, then removes all but the last ``keep`` checkpoints there.
 
-    ``keep`` is at least 1. The folder is made if it is missing, but not its parents. What killed
-    saves of earlier steps left is removed too, other files are not. A folder that holds a later
-    step raises ``ValueError``, because ``latest_checkpoint`` would still return the later one.
+    The name of a step has at least eight digits, as ``00000100``. ``keep`` is at least 1. The
+    folder is made if it is missing, but not its parents. What killed saves of earlier steps left is
+    removed too, other files are not. A folder that holds a later step raises ``ValueError``,
+    because ``latest_checkpoint`` would still return the later one. A tree with ``Shard`` needs all
+    processes to call this, another tree one rank alone.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +191,9 @@ def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
 
 
 def latest_checkpoint(folder: File) -> Path | None:
-    """Returns the path of the complete checkpoint with the highest step in the folder, or None.
+    """Returns the path of the complete checkpoint with the highest step in the folder.
+
+    Returns None if there is no checkpoint or no folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +205,7 @@ def latest_checkpoint(folder: File) -> Path | None:
 
 
 def prepare_step_path(folder: File, step: int, keep: int) -> Path:
-    """Makes the folder if it is missing, and returns the path of a step in it.
+    """Makes the folder if it is missing, and returns the path in it for the checkpoint of a step.
 
     Raises ``ValueError`` if a later step is there, if ``step`` is below 0 or ``keep`` below 1.
     Raises ``OSError`` if the folder cannot be made.
@@ -218,16 +224,21 @@ def prepare_step_path(folder: File, step: int, keep: int) -> Path:
 
 
 def _check_at_least(name: str, number: int, minimum: int) -> None:
-    """Raises ``ValueError`` unless an argument is an int, no bool, from ``minimum`` on."""
+    """Raises ``ValueError`` unless ``number`` is an int, no bool, and at least ``minimum``.
+
+    The error calls it ``name``.
+    """
     is_int = isinstance(number, int) and not isinstance(number, bool)
     if not is_int or number < minimum:
         raise ValueError(f"{name}={number!r} must be a whole number, {minimum} or more")
 
 
 def prune_checkpoints(path: Path, keep: int, group: Group) -> None:
-    """Removes all but the last ``keep`` checkpoints beside ``path``, on the first rank alone.
+    """Removes all but the last ``keep`` checkpoints in the folder of ``path``, on the first rank.
 
-    Also removes what killed programs left of steps before that of ``path``, a checkpoint.
+    ``path`` is a checkpoint. Files and folders that killed programs left of steps before it are
+    removed too. The other ranks do nothing, and do not wait. If another program removes the same
+    files, the rest may stay.
     """
     if not is_first(group):
         return
@@ -296,7 +307,8 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
     def save(self, path: File, tree: Tree) -> None:
         """Begins ``save`` after the save before it, and returns when the tensors are copied.
 
-        If the save before it failed, raises that error, and saves nothing.
+        If the save before it failed, raises that error, and saves nothing. A tree that
+        ``state_dict`` refuses raises here. Other errors come at the next call or ``wait()``.
         """
         self.wait()
         self._start(path, tree)
@@ -304,7 +316,9 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
     def save_step(self, folder: File, step: int, tree: Tree, keep: int = 3) -> None:
         """Begins ``save_step`` after the save before it, and returns when the tensors are copied.
 
-        If the save before it failed, raises that error, and saves nothing.
+        If the save before it failed, raises that error, and saves nothing. An invalid ``step`` or
+        ``keep``, a folder that cannot be made, and a tree that ``state_dict`` refuses raise here.
+        Other errors come at the next call or ``wait()``.
         """
         self.wait()
         path = prepare_step_path(folder, step, keep)
@@ -345,7 +359,10 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
         thread.shutdown(wait=False)
 
     def _copy_to_host(self, name: str, tensor: Tensor) -> Tensor:
-        """Copies a tensor to the host, into the last copy of that name if shape and dtype fit."""
+        """Copies a tensor to the host, into the last copy of that name if shape and dtype fit.
+
+        Returns the copy.
+        """
         copy = self._copies.get(name)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = torch.empty_like(tensor, device="cpu")

@@ -67,7 +67,7 @@ def inductor_options() -> dict[str, Any]:
 
 
 def rewrite_graph(graph: Graph) -> None:
-    """Rewrites a graph in place, for CPUs.
+    """Rewrites a graph in place, for CPUs; what it computes on other devices stays.
 
     It splits ``addmm``, multiplies by oneDNN on processors where that is faster, and stores costly
     values.
@@ -84,10 +84,10 @@ def _cpu_name() -> str:
 
 
 def split_addmm(graph: Graph) -> None:
-    """Splits each ``addmm``, which would copy c first, into ``a @ b`` and a sum, in place.
+    """Replaces each ``addmm(c, a, b)``, which would copy c first, by ``a @ b`` and a sum, in place.
 
-    Leaves an ``addmm`` as it is on another device than the CPU, with factors, and in other dtypes
-    than float32 and float64.
+    Leaves an ``addmm`` as it is on another device than the CPU, with ``beta`` or ``alpha``, and in
+    other dtypes than float32 and float64.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
         c, a, b = node.args
@@ -106,9 +106,10 @@ def split_addmm(graph: Graph) -> None:
 
 
 def onednn_is_faster(cpu_name: str) -> bool:
-    """Returns whether oneDNN outruns MKL on this processor of ``torch.cpu.get_capabilities``.
+    """Returns whether oneDNN outruns MKL on a processor, by its name.
 
-    It does on all but Intel's. False if this torch lacks oneDNN or MKL.
+    ``cpu_name`` is that of ``torch.cpu.get_capabilities()``. True for all but Intel's, also for an
+    empty name. False if this torch lacks oneDNN or MKL.
 
     >>> onednn_is_faster("AMD EPYC"), onednn_is_faster("Intel Xeon")
     (True, False)
@@ -119,7 +120,7 @@ def onednn_is_faster(cpu_name: str) -> bool:
 
 
 def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Computes ``a @ b`` of float32 matrices by oneDNN; small products by ``torch.mm``.
+    """Computes ``a @ b`` of float32 matrices on the CPU by oneDNN; small products by ``torch.mm``.
 
     >>> onednn_matmul(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[1., 2.],
@@ -154,7 +155,8 @@ _operators.impl("product", _product_shape, "Meta")
 def use_onednn(graph: Graph) -> None:
     """Replaces large float32 matrix products on the CPU by ``onednn_matmul``, in place.
 
-    Inserts a contiguous copy of the first matrix if its rows are not contiguous.
+    Inserts a contiguous copy of the first matrix if its rows are not contiguous. Sizes that are
+    unknown count as large.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
         a, b = node.args
@@ -171,7 +173,7 @@ def use_onednn(graph: Graph) -> None:
 
 
 def _repays_onednn(a: Tensor, b: Tensor) -> bool:
-    """Returns whether a product is of float32 on the CPU, and large.
+    """Returns whether ``a @ b`` is a float32 product on the CPU, and large.
 
     Sizes that are unknown count as large: ``onednn_matmul`` checks again.
     """
@@ -191,11 +193,12 @@ def _has_dense_rows(matrix: Tensor) -> bool:
 
 
 def hoist_scalars(graph: Graph) -> None:
-    """Stores values that are costly, few and used by many, so that no loop repeats them.
+    """Stores values that are costly, few and used by many, so that no loop repeats them; in place.
 
     A value is costly if a pointwise operation in ``COSTLY`` made it, or if it is computed from a
     costly value. It is stored if one loop computes at least ``MIN_USERS_PER_VALUE`` times as many
-    elements from it. If all of these come from one small value, that one is stored instead.
+    elements from it. If all of these come from one small value, that one is stored instead. Values
+    on other devices than the CPU stay as they are.
     """
     reach = _measure_reach(graph)
     costly: set[Node] = set()
@@ -212,7 +215,12 @@ def hoist_scalars(graph: Graph) -> None:
 
 
 def _measure_reach(graph: Graph) -> dict[Node, float]:
-    """Counts, for each pointwise node and view, the most elements computed from it in one loop."""
+    """Counts, for each pointwise node and view, the most elements computed from it in one loop.
+
+    Nodes on other devices than the CPU are left out. The loop begins at the node, whose own
+    elements count too, and runs through pointwise users and views. The count is infinite if a size
+    is unknown.
+    """
     reach: dict[Node, float] = {}
     for node in reversed(graph.nodes):
         if not (_is_pointwise(node) or _is_view(node)):
@@ -238,7 +246,10 @@ def _repays_memory(node: Node, reach: float) -> bool:
 
 
 def _store(graph: Graph, node: Node) -> None:
-    """Makes the compiler store a node: its users read a view of a copy, which needs memory."""
+    """Makes the compiler store the value of a node, in place: its users read a view of a copy.
+
+    The view needs memory, so the compiler does not compute the value again in each loop.
+    """
     users = list(node.users)
     with graph.inserting_after(node):
         copy = _insert_clone(graph, node)
@@ -252,9 +263,10 @@ def _store(graph: Graph, node: Node) -> None:
 
 
 def _has_one_small_user(node: Node, enough: float) -> bool:
-    """Returns whether one value alone is computed from a node or its views: store that instead.
+    """Returns whether exactly one value is computed from a node or its views, and is small.
 
-    That value is pointwise, and has fewer than ``enough`` elements.
+    Small means that it is pointwise, and has fewer than ``enough`` elements. That value is then
+    stored instead.
     """
     users = list(_iterate_users(node))
     if len(users) != 1:
@@ -264,7 +276,10 @@ def _has_one_small_user(node: Node, enough: float) -> bool:
 
 
 def _iterate_users(node: Node) -> Iterator[Node]:
-    """Yields the nodes that are computed from a node, or from views of it."""
+    """Yields the nodes that are computed from a node, or from views of it.
+
+    Views are not among them. A node that reads two of these is yielded twice.
+    """
     for user in node.users:
         if _is_view(user):
             yield from _iterate_users(user)
@@ -289,7 +304,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _is_on_cpu(node: Node) -> bool:
-    """Returns whether a node's value is a tensor on the CPU."""
+    """Returns whether a node's value is one tensor, on the CPU."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.device.type == "cpu"
 
@@ -308,7 +323,10 @@ def _insert_clone(graph: Graph, node: Node) -> Node:
 
 
 def _call(graph: Graph, function: Any, *args: Any, **kwargs: Any) -> Node:
-    """Inserts and returns a call of a function, a node with the fake tensor that it returns."""
+    """Inserts a call of a function where the graph inserts, and returns its node.
+
+    Nodes among ``args`` are its inputs. The new node keeps the fake tensor that the call returns.
+    """
     node = graph.call_function(function, args, kwargs)
     values = torch.fx.node.map_arg(args, _value)
     node.meta["val"] = function(*values, **kwargs)

@@ -47,6 +47,10 @@ def compile_function(
 ) -> Callable[..., Any]:
     """Compiles a function by ``torch.compile`` with the options that ``ps.compile`` names.
 
+    ``settings`` are arguments of ``torch.compile``: ``options=`` overrides these options, and
+    ``mode=`` replaces them. Where ``cpp_wrapper`` fails with ``fullgraph=True``, the function is
+    compiled again without it.
+
     >>> double = compile_function(lambda x: 2 * x)
     """
     options: dict[str, Any] = {"guard_filter_fn": drop_library_guards}
@@ -93,9 +97,10 @@ def drop_library_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 def drop_guards(guards: Sequence[Any]) -> list[bool]:
-    """Drops the guards that ``drop_library_guards`` drops, and those on transforms and hooks.
+    """Returns whether each guard stays: False for those on libraries, transforms and hooks.
 
-    Returns for each guard whether it stays. ``compile_one_graph`` runs under neither.
+    Guards on libraries are those that ``drop_library_guards`` drops. The graphs of
+    ``compile_one_graph`` run under no transform, and under no hooks on saved tensors.
     """
     dropped = ("FUNCTORCH_STACK_MATCH", "AUTOGRAD_SAVED_TENSORS_HOOKS")
     keep = []
@@ -109,9 +114,10 @@ def compile_or_fall_back(
 ) -> Callable[..., Any]:
     """Compiles a function to one graph, by ``compile_``; returns it unchanged if that is False.
 
-    True is ``compile_function``. Where there is no such graph, a warning says why, and the function
-    runs eagerly: graphs in pieces would lose derivatives that the function takes. It runs eagerly
-    under transforms and dispatch modes, too, which ask for operations one by one.
+    True is ``compile_function``. Where there is no graph, a warning says why, and the function runs
+    eagerly: graphs in pieces would lose derivatives that the function takes. It runs eagerly under
+    transforms and dispatch modes, too, which ask for operations one by one. The result takes
+    positional arguments.
 
     >>> double = compile_or_fall_back(lambda x: 2 * x)
     >>> compile_or_fall_back(len, False) is len
@@ -127,10 +133,12 @@ def with_fallback(
 ) -> Callable[..., Any]:
     """Makes a function that runs ``graph``, and ``plain`` from the call on that raises ``NoGraph``.
 
-    A warning then says why, unless ``warns`` is False, as where ``plain`` is compiled in another
-    way. If ``NoGraph`` has no cause, as where the compiler is switched off, ``plain`` runs in this
-    call alone, without a warning. ``plain`` also runs under transforms and in traces. The function
-    takes positional arguments.
+    That call runs ``plain``, too, and a warning then says why. There is none if ``warns`` is False,
+    as where ``plain`` is compiled in another way. If ``NoGraph`` has no cause, as where the
+    compiler is switched off, ``plain`` runs in this call alone, without a warning.
+
+    ``plain`` also runs under transforms and dual numbers, and in traces. The function takes
+    positional arguments.
     """
     broken = False
 
@@ -178,7 +186,8 @@ def compile_one_graph(
     ``saved_tensors_hooks`` it raises ``RuntimeError``, unless checkpoints in the graph need hooks.
 
     With ``may_fix_sizes``, sizes that the compiler cannot let vary have a graph each. A
-    ``compile_`` of False compiles like True.
+    ``compile_`` of False compiles like True; one that is neither a bool nor a function raises
+    ``TypeError``.
 
     >>> from functools import partial
     >>> def branches(x):
@@ -221,9 +230,10 @@ def compile_one_graph(
 
 
 def raise_no_graph(function: Callable[..., Any], error: Exception) -> NoReturn:
-    """Raises ``NoGraph`` if an error rose while the compiler worked, else the error.
+    """Raises ``NoGraph`` if ``error`` rose while the compiler worked, else raises ``error``.
 
-    What rises there may be the function's error, too: only an eager run shows whose it is.
+    The error is the cause of ``NoGraph``. The function itself may have raised it in a trace: only
+    an eager run shows that.
     """
     # A backend that runs the graph by torch itself fails at a checkpoint, in the forward pass.
     is_checkpoint = "don't yet support saved tensor hooks" in str(error)
@@ -269,7 +279,7 @@ def _another_way(error: Exception, way: Way) -> Way:
 def _compile_fully(
     function: Callable[..., Any], compile_: bool | Compiler, way: Way
 ) -> Callable[..., Any]:
-    """Compiles a function to one graph, by ``compile_``, or by ``compile`` if that is a bool."""
+    """Compiles a function to one graph, by ``compile_``; by ``compile_function`` for a bool."""
     settings: dict[str, Any] = {"fullgraph": True}
     if way.dynamic is not None:
         settings["dynamic"] = way.dynamic
@@ -281,10 +291,10 @@ def _compile_fully(
 
 
 def refuse_bodies() -> None:
-    """Makes a compiler fail in a body, as of ``torch.cond``, where autograd silently gives zeros.
+    """Makes a compiler fail if it traces this call in an operator's body, as of ``torch.cond``.
 
-    The compiler takes a body's operations below autograd. It refuses bodies that enter a mode, as
-    this does. Elsewhere this changes nothing.
+    There autograd would silently give zeros, since the compiler takes a body's operations below
+    autograd. It refuses bodies that enter a mode, as this does. Elsewhere this changes nothing.
     """
     with BaseTorchFunctionMode():
         pass
@@ -347,7 +357,7 @@ def _check_compile(compile_: object) -> None:
 
 
 def _with_own_cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function in code whose name no other function has.
+    """Wraps a function in code whose name no other function has, for a cache of its graphs alone.
 
     By code the compiler caches and counts graphs, by name the sizes that vary. All update steps run
     the same code: the ninth would be compiled no more, the second with sizes that vary.
@@ -374,7 +384,7 @@ def is_compiler_error(error: BaseException) -> bool:
 
 
 def _explain(error: BaseException) -> str:
-    """Quotes why the compiler has given up and, if known, at which line of the program."""
+    """Returns why the compiler has given up and, if known, at which line of the program."""
     cause = error.__cause__ or error
     reason, *_ = str(cause).split("\n  Hint:")
     stack = getattr(cause, "real_stack", None)

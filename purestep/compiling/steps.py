@@ -31,9 +31,10 @@ def set_graph_step(
     traced: Callable[..., Any],
     check: Callable[..., None],
 ) -> None:
-    """Attaches to a step what ``compile`` traces instead of it, and checks before each call.
+    """Attaches to a step the function that ``compile`` traces instead, and a check of each call.
 
-    In a trace, as of a function that makes a step, it does nothing.
+    ``check(*args)`` raises unless the step takes these arguments. In a trace, as of a function that
+    makes a step, nothing is attached.
     """
     if torch.compiler.is_dynamo_compiling():
         return
@@ -54,7 +55,8 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 
     * With ``donate=True``, the graph of a step writes to its arguments. A function around a step,
       and a transform around its graph, get new tensors.
-    * The first call of a step checks its arguments as an eager one does.
+    * The first call of a step checks its arguments as an eager one does. Under dual numbers of
+      ``torch.autograd.forward_ad``, a step runs eagerly, since graphs lose their tangents.
     * Each function has its own cache, and sizes may vary. torch shares one cache among all steps.
     * torch checks guards before each call. Guards on globals of torch, optree, einops, purestep and
       Python are left out. Guards on what the loss reads stay, its globals included.

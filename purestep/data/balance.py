@@ -32,6 +32,9 @@ def balance(
     Returns:
         The examples of each rank, in their original order.
 
+    Raises ``ValueError`` if ``ranks`` is below 1, or if a cost is negative or not finite. Without
+    ``cost``, an example whose leaves differ in length raises it too.
+
     >>> import torch
     >>> parts = balance([torch.ones(n) for n in (5, 4, 3, 3, 1)], 2)
     >>> [[len(example) for example in part] for part in parts]
@@ -52,7 +55,8 @@ def balance(
 def balance_indices(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Assigns examples to ranks by their costs alone, as ``balance`` does: returns their indices.
 
-    Raises ``ValueError`` if a cost is negative or not finite, or if ``ranks`` is below 1.
+    The indices of each rank ascend. Raises ``ValueError`` if a cost is negative or not finite, or
+    if ``ranks`` is below 1.
 
     >>> balance_indices([5, 4, 3, 3, 1], 2)
     [[0, 3], [1, 2, 4]]

@@ -89,9 +89,10 @@ def _join_rows(
     pad: Pad,
     per_example: Collection[str],
 ) -> dict[str, Tree]:
-    """Joins the examples of each row, by their indices, and stacks the padded rows.
+    """Joins the examples whose indices each row lists, and stacks the padded rows.
 
-    Adds "positions" and "segments".
+    Returns the fields of the examples, with "positions" and "segments" added. Leaves without a
+    length are stacked, and padded to the most examples of a row.
     """
     first = examples[rows[0][0]]
     _, spec = tree.flatten(first)
@@ -128,7 +129,7 @@ def pack_document_indices(
     """Assigns examples to rows by their lengths alone, as ``pack_documents`` does.
 
     The longest comes first. Each goes to the row where it leaves the fewest tokens free. Returns
-    the indices of the examples in each row: none of length 0. One longer than ``row_tokens`` raises
+    the indices of the examples in each row: none of length 0. A length above ``row_tokens`` raises
     ``ValueError``.
 
     >>> pack_document_indices([3, 2, 1], row_tokens=4)
@@ -164,6 +165,10 @@ def segment_mask(
     window: int | None = None,
 ) -> Tensor:
     """Makes an attention mask, ``(rows, 1, length, length)``: tokens attend within their segment.
+
+    Token i of a row may attend to token j where ``mask[row, 0, i, j]`` is True, or 0 if there is a
+    ``dtype``. Raises ``TypeError`` for a ``dtype`` that is not of floating point, and
+    ``ValueError`` for a ``window`` below 1.
 
     Args:
         segments: those of ``pack_documents``, or an ``attention_mask`` of 1 and 0:

@@ -66,9 +66,9 @@ def _describe_field(leaf: Any, is_per_example: bool) -> Any:
 def mask_per_example_leaves(
     example: Example, names: Collection[str] = ()
 ) -> list[bool]:
-    """Marks leaves without a length: those without dimensions, and those called one of ``names``.
+    """Returns whether each leaf has no length: no dimensions, or one of ``names`` as its name.
 
-    Raises ``ValueError`` for a name that no leaf has.
+    A name is the last one on a leaf's path. Raises ``ValueError`` for a name that no leaf has.
 
     >>> import torch
     >>> example = {"image": torch.ones(8, 8), "reward": torch.tensor(1.0), "tokens": torch.ones(3)}
@@ -99,9 +99,11 @@ def is_named(path: str, name: str) -> bool:
 def measure_length(
     example: Example, name: str, per_example_mask: Sequence[bool] | None = None
 ) -> int:
-    """Returns the size of the first dimension, which all leaves that the mask does not mark share.
+    """Returns the length of an example: the size of dimension 0, the same in all its leaves.
 
-    Raises ``ValueError``, with ``name`` for the example, if they do not, or if there are none.
+    Leaves that the mask marks may differ; without a mask, none may. Raises ``ValueError``, with
+    ``name`` for the example, if these leaves differ, if one has no dimensions or is no tensor, and
+    if there are none.
     """
     leaves = tree.leaves(example)
     if per_example_mask is None:

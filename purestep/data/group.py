@@ -50,7 +50,10 @@ def group(
     *,
     start: int = 0,
 ) -> Groups:
-    """Puts microbatches from any iterable into groups of ``k``: a list, a ``DataLoader``.
+    """Puts the microbatches of any iterable, as a list or a ``DataLoader``, into groups of ``k``.
+
+    Returns an iterator of lists, which reads ``k`` microbatches at a time. Raises ``ValueError``
+    for a ``k`` below 1, a negative ``start``, or another ``last``.
 
     Args:
         batches: the microbatches, in order.
@@ -131,7 +134,9 @@ class Groups(Iterator[list[Microbatch]]):
     def __next__(self) -> list[Microbatch]:
         """Returns the next group; the first call skips ``start`` batches before.
 
-        If the source raises within a group, the next call goes on with the batches read so far.
+        A last group that is short is returned, left out, or raises ``DataExhausted``, as ``last``
+        says. If the source raises within a group, the next call goes on with the batches read so
+        far.
         """
         while self._num_to_skip:
             next(self._batches, None)
@@ -151,7 +156,10 @@ class Groups(Iterator[list[Microbatch]]):
 
 
 def _uses_global_generator(batches: Any) -> bool:
-    """Returns whether a ``DataLoader`` draws its order from torch's global generator."""
+    """Returns whether ``batches`` is a ``DataLoader`` whose order torch's global generator draws.
+
+    Only torch's random samplers are known.
+    """
     if not isinstance(batches, DataLoader):
         return False
     random_samplers = RandomSampler | SubsetRandomSampler | WeightedRandomSampler

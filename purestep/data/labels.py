@@ -32,6 +32,9 @@ def shift_labels(
     Returns:
         Labels, int64, in the shape of ``input_ids``.
 
+    Raises ``TypeError`` for ids or masks that are not integers, and for a mask without its name.
+    Masks may be bools. Raises ``ValueError`` for a single token, and for a mask of another shape.
+
     >>> shift_labels(torch.tensor([5, 6, 7]))
     tensor([   6,    7, -100])
     >>> ids = torch.tensor([[5, 6, 7], [8, 9, 0]])

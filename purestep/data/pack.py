@@ -59,8 +59,8 @@ def pack(
     leaf they need one dtype, and one shape except for the length.
 
     A leaf without a length is stacked, one for each row. It has no dimensions (a class, a reward, a
-    key, an id), or ``per_example`` names it (an image). An example of length 0 with such a leaf is
-    refused, since its class would be missing from the update.
+    key, an id), or ``per_example`` names it (an image). An example of length 0 with one of these
+    raises ``ValueError``, since its class would be missing from the update.
 
     Args:
         examples: trees of tensors. The first dimension of a leaf is the length, or it has no
@@ -74,7 +74,7 @@ def pack(
 
     Returns:
         Microbatches for one ``update_step``: trees of ``(rows, length, ...)``, and of
-        ``(rows, ...)`` for leaves without a length.
+        ``(rows, ...)`` for leaves without a length. Mappings become dicts.
 
     >>> examples = [{"tokens": torch.ones(n, dtype=torch.int64)} for n in (3, 1, 2, 1)]
     >>> [m["tokens"].tolist() for m in pack(examples, max_tokens=4)]
@@ -139,7 +139,10 @@ def pack_indices(
 
 
 def sort_longest_first(lengths: Sequence[int]) -> list[int]:
-    """Returns the indices of the examples that have tokens, the longest first."""
+    """Returns the indices of the examples that have tokens, the longest first.
+
+    Examples of one length keep their order.
+    """
     with_tokens = [i for i, length in enumerate(lengths) if length]
     return sorted(with_tokens, key=lambda i: -lengths[i])
 
@@ -147,7 +150,8 @@ def sort_longest_first(lengths: Sequence[int]) -> list[int]:
 def _find_starts(costs: Sequence[int], budget: int) -> list[int]:
     """Returns where each microbatch begins if each takes as many rows as fit into ``budget``.
 
-    Each row costs as much as the first. ``costs`` must descend, and none may exceed ``budget``.
+    Each row costs as much as the first of its microbatch. ``costs`` must descend, and none may
+    exceed ``budget``.
     """
     starts = []
     start = 0
@@ -168,7 +172,7 @@ def measure_lengths(
     """Returns the length of each example, in order.
 
     Raises ``ValueError`` unless those with tokens have equal fields, and for an example of length 0
-    with a leaf that has no length.
+    with a leaf that has no length. Raises as ``measure_length`` does, too.
     """
     lengths = []
     with_tokens = {}
@@ -224,9 +228,10 @@ def stack_examples(
 
 
 def stack_padded(tensors: Sequence[Tensor], length: int, pad: Pad, path: str) -> Tensor:
-    """Stacks tensors, padded to one length with the value that ``pad`` has for this path.
+    """Stacks tensors, each padded at its end to ``length``.
 
-    Raises ``ValueError`` for a longer tensor, and as ``_find_pad_value`` does.
+    The padding is the value that ``pad`` has for ``path``. Raises ``ValueError`` for a longer
+    tensor, and as ``_find_pad_value`` does.
     """
     first = tensors[0]
     value = _find_pad_value(pad, path, first.dtype)
@@ -245,7 +250,8 @@ def stack_padded(tensors: Sequence[Tensor], length: int, pad: Pad, path: str) ->
 def _find_pad_value(pad: Pad, path: str, dtype: torch.dtype) -> float:
     """Returns the padding value for a path: ``pad``, or the first value in it by a name that fits.
 
-    Raises ``ValueError`` if there is none, or if the dtype cannot hold it.
+    A name fits by ``is_named``. Raises ``ValueError`` if there is none, or if the dtype cannot hold
+    the value.
     """
     value: float
     if isinstance(pad, Mapping):

@@ -31,7 +31,8 @@ def plan(
 
         global_batch_size = local_batch_size · axis_size · accumulation_steps
 
-    Raises ``ValueError`` with the nearest sizes that work, if no whole number solves this.
+    Raises ``ValueError`` with the nearest sizes that work, if no whole number solves this. A size
+    below 1, and sizes that are not one of the two pairs, raise ``ValueError`` too.
 
     Args:
         global_batch_size: examples in one update, over all ranks.
@@ -85,8 +86,8 @@ def _suggest_sizes(
 ) -> tuple[list[str], list[str]]:
     """Returns the nearest global sizes for this local size, then local sizes for this global size.
 
-    Each list has two at most. The second is empty if the global size is above 10¹², or no multiple
-    of ``axis_size``.
+    They are strings in ascending order. Each list has two at most. The second is empty if the
+    global size is above 10¹², or no multiple of ``axis_size``.
     """
     step_size = local_size * axis_size
     steps = global_size // step_size
@@ -100,7 +101,7 @@ def _suggest_sizes(
 
 
 def list_divisors(number: int) -> list[int]:
-    """Returns the divisors of a number, in ascending order.
+    """Returns the divisors of a number, in ascending order; none for 0.
 
     >>> list_divisors(12)
     [1, 2, 3, 4, 6, 12]

@@ -32,7 +32,7 @@ def prefetch(
     their tokens on the host. It copies one microbatch while the step uses another. Tensors that are
     on the device are not copied: a source that overwrites them must clone them. The step reads the
     count without waiting for the device. Leaves that are not tensors stay as they are. Mappings
-    that optree takes for leaves, such as a tokenizer's ``BatchEncoding``, become dicts.
+    that optree takes for leaves, as a tokenizer's ``BatchEncoding``, become dicts.
 
     An error of the source, of ``weight_fn`` or of pinning is raised where you ask for that group.
     An error of copying is raised where you ask for that microbatch.
@@ -52,8 +52,8 @@ def prefetch(
     Args:
         groups: sequences of microbatches on the host, for ``update_step``.
         device: where the parameters are.
-        depth: how many microbatches may be on the device, 1 at least, including the one in use.
-            With 1, a microbatch is copied when you ask for it.
+        depth: how many microbatches may be on the device, including the one in use. Less than 1
+            raises ``ValueError``. With 1, a microbatch is copied when you ask for it.
         weight_fn: the step's.
 
     >>> groups = [[{"labels": torch.tensor([1, -100])}], []]
@@ -101,8 +101,8 @@ class PrefetchedGroups(Iterator["PrefetchedGroup"]):
     def close(self) -> None:
         """Ends the stream; waits for the thread for a quarter of a second at most.
 
-        A group that is iterated for the first time then raises ``RuntimeError``, and the stream
-        ends.
+        ``next`` then raises ``StopIteration``. A group whose first iteration has not ended raises
+        ``RuntimeError`` at its next microbatch.
         """
         self._close()
 
@@ -129,7 +129,7 @@ class PrefetchedGroup(PreweightedMicrobatches):
         self._weights = weights
 
     def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:
-        """Returns the weights of each microbatch, as one tensor each on the host.
+        """Returns the weights of each microbatch by ``weight_fn``, on the device of its data.
 
         Those of ``prefetch``'s ``weight_fn`` are ready; others are computed at each call.
         """
@@ -210,7 +210,8 @@ class _Prefetcher:
         """Pins and weighs a group, and queues it, then a copy of each of its microbatches.
 
         Waits for room in the queue and for slots. Stops once the stream is closed or the group is
-        abandoned. Raises ``TypeError`` if the group is not a sequence.
+        abandoned. Raises ``TypeError`` if the group is not a sequence, and as ``compute_weights``
+        does.
         """
         is_record = hasattr(microbatches, "_fields")
         if not isinstance(microbatches, Sequence) or is_record:
@@ -236,7 +237,10 @@ class _Prefetcher:
             self._enqueue(self._copy_on_stream(microbatch))
 
     def _claim_slot(self, group: PrefetchedGroup) -> bool:
-        """Takes a free slot once there is one; returns False after ``close`` or a later group."""
+        """Takes a free slot once there is one, and returns True.
+
+        Returns False, without a slot, after ``close`` or when the consumer has taken a later group.
+        """
         with self.changed:
             self.changed.wait_for(
                 lambda: self.closed or group.abandoned or self.free_slots > 0
@@ -344,7 +348,7 @@ class _Prefetcher:
     def _dequeue(self) -> Any:
         """Waits for the next item and removes it; returns None at the end or after ``close``.
 
-        The caller holds ``changed``.
+        The end is that the thread has ended, and the queue is empty. The caller holds ``changed``.
         """
         self.changed.notify_all()
         self.changed.wait_for(lambda: self.queue or self.finished or self.closed)

@@ -15,7 +15,7 @@ def split(batch: Tree, k: int) -> list[Microbatch]:
     """Cuts a batch into ``k`` microbatches of equal size, along the first dimension of its leaves.
 
     The microbatches are views, in trees whose mappings are dicts. Raises ``ValueError`` if ``k`` is
-    less than 1 or does not divide that dimension, or if leaves differ in it.
+    less than 1 or does not divide that dimension, or if leaves differ in it or lack it.
 
     >>> split({"x": torch.arange(6)}, k=2)
     [{'x': tensor([0, 1, 2])}, {'x': tensor([3, 4, 5])}]
@@ -36,7 +36,8 @@ def split(batch: Tree, k: int) -> list[Microbatch]:
 def merge(microbatches: Sequence[Microbatch]) -> Tree:
     """Joins microbatches into the batch that ``split`` cut: its exact inverse.
 
-    Raises ``ValueError`` unless all have the same fields and one length, and if there are none.
+    The leaves are new, and mappings become dicts. Raises ``ValueError`` unless all have the same
+    fields and one length, and if there are none.
 
     >>> merge([{"x": torch.arange(2)}, {"x": torch.arange(2, 4)}])
     {'x': tensor([0, 1, 2, 3])}

@@ -41,12 +41,12 @@ OPTIMIZER = ps.optim.adamw(RATE)
 
 
 def pack_all(group: Group) -> Group:
-    """Packs a group into one microbatch, padded to the longest example."""
+    """Packs a group into one microbatch, padded to the longest example; returns it in a list."""
     return ps.pack(group, max_tokens=UNLIMITED)
 
 
 def pack_fours(group: Group) -> Group:
-    """Packs each four successive examples into one microbatch."""
+    """Packs each four successive examples into one microbatch; the last may have fewer."""
     microbatches = []
     for four in ps.group(group, 4):
         microbatches += pack_all(four)
@@ -54,7 +54,10 @@ def pack_fours(group: Group) -> Group:
 
 
 def pack_by_length(group: Group) -> Group:
-    """Packs examples of similar length into microbatches of at most 256 tokens."""
+    """Packs examples of similar length into microbatches of at most 256 tokens.
+
+    Padding counts, too.
+    """
     return ps.pack(group, max_tokens=256)
 
 
@@ -75,9 +78,10 @@ CUTS: dict[str, Cut] = {
 
 
 def make_gpt2(dtype: torch.dtype) -> GPT2LMHeadModel:
-    """Makes a small GPT-2, with the same weights each time: it seeds torch's global generator.
+    """Makes a small GPT-2 in training mode, with the same weights each time.
 
-    It drops 0.1 of the embedding, of attention and of both residuals.
+    It seeds torch's global generator with 0. The model drops 0.1 of the embedding, of attention and
+    of both residuals.
     """
     config = GPT2Config(
         vocab_size=256,
@@ -94,9 +98,10 @@ def make_gpt2(dtype: torch.dtype) -> GPT2LMHeadModel:
 
 
 def sample_groups(steps: int) -> list[Group]:
-    """Draws 12 of asyncio's docstrings for each update, and gives each of them a key.
+    """Draws 12 of asyncio's docstrings for each update, with replacement; returns a list of groups.
 
-    The key depends on the run's key and on the docstring's number in the run.
+    An example has the first 64 bytes as tokens, their labels, and a key. The key depends on the
+    run's key and on the docstring's number in the run. Each call draws the same.
     """
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(stdlib.glob("asyncio/*.py"))
@@ -162,7 +167,7 @@ def train_on_threads(
 
 
 def train_all_cuts(data: list[Group], dtype: torch.dtype) -> list[Run]:
-    """Trains with purestep on each cut, first over one rank, then over two; returns all runs."""
+    """Trains with purestep on each cut, first over one rank, then over two; returns the 8 runs."""
     runs = []
     for num_ranks in (1, 2):
         for cut in CUTS.values():
@@ -201,7 +206,7 @@ def train_in_usual_loop(cut: Cut, data: list[Group], dtype: torch.dtype) -> Run:
 
 
 def measure_distances(runs: list[Run]) -> list[float]:
-    """Returns the largest relative distance of any run from the first, after each update."""
+    """Returns, after each update, the largest relative distance of any run from the first."""
     largest = []
     for first, *others in zip(*runs, strict=True):
         distances = [relative_distance(other, first) for other in others]
@@ -219,7 +224,8 @@ def concatenate(params: Params) -> Tensor:
 def project(runs: list[Run], num_spanning: int) -> list[Tensor]:
     """Projects runs onto the plane in which the ends of the first ``num_spanning`` differ most.
 
-    Each result has shape (2, updates + 1), and begins at the origin: the initial parameters.
+    Each run becomes a tensor of shape (2, updates + 1) that begins at the origin: the initial
+    parameters.
     """
     model = make_gpt2(torch.float64)
     start = concatenate(dict(model.named_parameters()))
@@ -244,7 +250,10 @@ def plot_path(axes: Any, path: Tensor, color: str) -> None:
 
 
 def plot_paths(axes: Any, usual: list[Run], pure: list[Run]) -> None:
-    """Plots the paths of the parameters in one plane: the usual loop's, then purestep's."""
+    """Plots the paths of the parameters in one plane: the usual loop's, then purestep's.
+
+    The plane is that of ``project``, by the ends of the usual runs and of one of purestep.
+    """
     num_usual = len(usual)
     paths = project([*usual, *pure], num_spanning=num_usual + 1)
     for path in paths[:num_usual]:
@@ -280,7 +289,7 @@ def plot_paths(axes: Any, usual: list[Run], pure: list[Run]) -> None:
 
 
 def plot_distances(axes: Any, distances: Distances) -> None:
-    """Plots the largest distance between runs over the updates."""
+    """Plots the largest distance between runs over the updates, a curve for each kind of run."""
     for name, values in distances.items():
         color = picture.ORANGE if "usual" in name else picture.BLUE
         updates = range(1, len(values) + 1)
@@ -293,7 +302,7 @@ def plot_distances(axes: Any, distances: Distances) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Distances:
-    """Trains all runs; plots and returns how far apart they are after each update.
+    """Trains all runs; returns how far apart they are after each update, and saves a picture.
 
     Prints how far apart they are at the end.
     """

@@ -57,7 +57,7 @@ def private_update_step(
     axis: ps.Axis = ps.LocalAxis(),
     chunk_size: int = 64,
 ) -> tuple[Any, Any]:
-    """Makes one update of differentially private SGD: new params, optimizer state.
+    """Makes one update of differentially private SGD; returns new params and optimizer state.
 
         g = (Σₑ gₑ · min(1, clip / ‖gₑ‖₂)  +  noise · clip · z) / batch_size,    z ~ N(0, 1)
 
@@ -135,7 +135,7 @@ def sample_people(number: int, seed: int) -> Batch:
 
 
 def init(generator: torch.Generator) -> Params:
-    """Initializes a network with one hidden layer."""
+    """Draws float32 parameters of a network with one hidden layer."""
     widths = (FEATURES, WIDTH, CLASSES)
     return mlp.init(widths, generator, dtype=torch.float32)
 
@@ -180,7 +180,7 @@ def train(
 
 
 def compute_accuracy(params: Params) -> float:
-    """Computes the accuracy on people outside of the training data."""
+    """Computes the accuracy on 4000 people outside of the training data, the same at each call."""
     test = sample_people(4000, seed=SEEDS)
     logits = mlp.apply(params, test["x"])
     is_right = logits.argmax(-1) == test["labels"]
@@ -190,7 +190,7 @@ def compute_accuracy(params: Params) -> float:
 def compute_mean_accuracy(
     num_examples: int, noise_multiplier: float, num_steps: int
 ) -> float:
-    """Averages the accuracy over a few runs, each with other people and other noise."""
+    """Trains a few times, each with other people and other noise; returns the mean accuracy."""
     total = 0.0
     for seed in range(SEEDS):
         data = sample_people(num_examples, seed)
@@ -200,7 +200,7 @@ def compute_mean_accuracy(
 
 
 def compare_cuts(num_steps: int) -> float:
-    """Measures how far a run on one microbatch ends from a run on twelve, relative to ‖θ‖."""
+    """Returns how far a run on one microbatch ends from the same run on twelve, relative to ‖θ‖."""
     data = sample_people(1200, seed=0)
     one = train(data, 12.0, num_steps, seed=0, rows_per_microbatch=1200)
     twelve = train(data, 12.0, num_steps, seed=0, rows_per_microbatch=100)
@@ -233,7 +233,7 @@ def print_accuracies(accuracies: Accuracies, epsilons: Sequence[float]) -> None:
 def plot_accuracies(axes: Any, x: Sequence[float], accuracies: Accuracies) -> None:
     """Plots a curve over ``x`` for each size of the data, and a grey line at chance.
 
-    The first accuracy of a size is without noise: a dotted line.
+    The first accuracy of a size is without noise: it becomes a dotted line, and has no ``x``.
     """
     curves = zip(accuracies.values(), COLORS, strict=True)
     for values, color in curves:
@@ -271,7 +271,7 @@ def label_noises(axes: Any) -> None:
 def label_epsilons(
     axes: Any, epsilons: Sequence[float], accuracies: Accuracies
 ) -> None:
-    """Labels the panel of accuracies over ε, and each curve where it is half way up."""
+    """Labels the panel of accuracies over ε, and each curve where it is nearest to 0.5."""
     curves = zip(accuracies.items(), COLORS, strict=True)
     for (num_examples, values), color in curves:
         _, *with_noise = values
@@ -292,7 +292,10 @@ def label_epsilons(
 
 
 def main(arguments: Sequence[str] | None = None) -> Accuracies:
-    """Trains with each noise on data of each size; prints, plots and returns the accuracies."""
+    """Trains with each noise on data of each size; prints, plots and returns the accuracies.
+
+    Also prints how far apart two cuts of the same data end.
+    """
     parser = picture.make_parser(__doc__, "differential_privacy", 30)
     options = parser.parse_args(arguments)
     accuracies: Accuracies = {}

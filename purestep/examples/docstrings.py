@@ -116,7 +116,7 @@ def describe_corpus(corpus: list[bytes]) -> str:
 def make_example(text: bytes) -> Example:
     """Makes an example of a text: its bytes as ``tokens``, and the byte after each as ``labels``.
 
-    A text that is longer than the model's context is cut.
+    The last byte is a label alone. A text that is longer than the model's context is cut.
     """
     length = CONFIG.context + 1
     data = torch.tensor(list(text[:length]))
@@ -128,7 +128,7 @@ def make_example(text: bytes) -> Example:
 def shuffle_forever(
     corpus: list[bytes], generator: torch.Generator
 ) -> Iterator[Example]:
-    """Yields an example of each docstring in random order, then of all again in another order."""
+    """Yields an example of each docstring in random order, then all in another, without end."""
     while True:
         order = torch.randperm(len(corpus), generator=generator)
         for i in order.tolist():
@@ -142,16 +142,16 @@ def loss_fn(params: Any, batch: Batch) -> Tensor:
 
 
 def mean_of_means_weights(batch: Batch) -> Tensor:
-    """Divides a microbatch's weights by their sum, the usual mistake: each microbatch counts as 1.
+    """Returns the weights of a microbatch divided by their sum: each microbatch counts as 1.
 
-    A microbatch without tokens counts as 0.
+    That is the usual mistake. A microbatch without tokens counts as 0. The weights are float64.
     """
     weights = ps.label_weights(batch).to(torch.float64)
     return weights / weights.sum().clamp(min=1)
 
 
 def generate_text(params: Any, prompt: str = "Return ", length: int = 160) -> str:
-    """Returns the prompt and ``length`` bytes that the model samples, with a fixed seed."""
+    """Returns a text: the prompt, and ``length`` bytes that the model samples with a fixed seed."""
     generator = torch.Generator().manual_seed(SEED)
     tokens = list(prompt.encode())
     for _ in range(length):
@@ -353,7 +353,10 @@ class RankShares(Iterator[list[Batch]]):
 
 
 def encode_settings(settings: Settings) -> dict[str, Tensor]:
-    """Encodes each setting as a tensor for a checkpoint: bytes of its ``repr``, padded to 32."""
+    """Encodes each setting as a tensor for a checkpoint: the bytes of its ``repr``, at least 32.
+
+    Spaces pad a shorter one.
+    """
     encoded = {}
     for name, value in settings.items():
         text = repr(value).encode().ljust(32)
@@ -395,7 +398,10 @@ def resume(folder: Path | None, settings: Settings, start: Any) -> Any:
 
 
 def hash_params(params: Any) -> str:
-    """Returns the first 12 hexadecimal digits of the SHA-256 of all leaves' bits, on the host."""
+    """Returns the first 12 hexadecimal digits of the SHA-256 of all leaves' bits.
+
+    The leaves must be on the host.
+    """
     digest = hashlib.sha256()
     for leaf in tree.leaves(params):
         array = leaf.contiguous().numpy()
@@ -474,7 +480,10 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
 
 
 def python_folder(text: str) -> Path:
-    """Parses a folder for ``argparse``; raises its error if there are no docstrings in it."""
+    """Parses a folder for ``argparse``; raises its error if there are no docstrings in it.
+
+    The docstrings are those of ``load_corpus``, which raises ``SyntaxError`` for a broken file.
+    """
     folder = Path(text)
     if not load_corpus(folder):
         raise argparse.ArgumentTypeError(
@@ -484,7 +493,10 @@ def python_folder(text: str) -> Path:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses the command line, and exits on options that do not fit together."""
+    """Parses the command line, and exits on options that do not fit together.
+
+    ``arguments`` of None are those of the program.
+    """
     parser = picture.make_parser(__doc__, "docstrings", 180)
     for name, default, text in [
         ("--examples", 16, "docstrings in one update"),

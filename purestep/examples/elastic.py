@@ -29,8 +29,8 @@ Result = TypeVar("Result")
 def join_processes() -> Iterator[ps.MeshAxis]:
     """Yields an axis over all processes of ``torchrun``, on the host.
 
-    At the end of the context, all ranks wait for each other and leave the process group. After an
-    error, they do not.
+    It joins them in a gloo process group. At the end of the context, all ranks wait for each other
+    and leave the process group. After an error, they do not.
     """
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     # The store outlives processes: without a prefix, it still says where dead ones listened.
@@ -65,8 +65,9 @@ def exit_now(code: int, message: str = "") -> NoReturn:
 def run_or_exit_together(function: Callable[[], Result]) -> Result:
     """Calls a function that succeeds or fails on all ranks together, and returns its result.
 
-    After an ``OSError``, ``ValueError`` or ``RankError``, all ranks end with exit code 1. Other
-    errors are raised.
+    After an ``OSError``, ``ValueError`` or ``RankError``, the ranks wait for each other and leave
+    the process group. Rank 0 prints the error, and all end with exit code 1. Other errors are
+    raised.
     """
     try:
         return function()

@@ -27,7 +27,7 @@ class Config:
 def init(
     config: Config, generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> Params:
-    """Draws normal weights, narrower where residual branches end.
+    """Draws normal weights, narrower where residual branches end; scales of norms are ones.
 
     The embedding is the output layer, too.
     """
@@ -58,9 +58,10 @@ def init(
 def apply(
     config: Config, params: Params, tokens: Tensor, *, remat: bool = False
 ) -> Tensor:
-    """Computes logits for the token after each of ``tokens``, ``(batch, time)``.
+    """Computes logits, ``(batch, time, vocabulary)``, for the token after each of ``tokens``.
 
-    ``remat`` saves memory: the backward pass computes each layer again.
+    ``tokens`` are ``(batch, time)``, at most ``config.context`` of them in a row. ``remat`` saves
+    memory: the backward pass computes each layer again.
     """
     x = functional.embedding(tokens, params["embedding"])
     length = tokens.shape[1]
@@ -73,7 +74,10 @@ def apply(
 
 
 def block(config: Config, params: Params, x: Tensor) -> Tensor:
-    """Applies a layer: causal attention, then a network of two layers, each added to its input."""
+    """Applies a layer: causal attention, then a network of two layers, each added to its input.
+
+    ``params`` are those of the layer, and ``x`` is ``(batch, time, width)``.
+    """
     # Nested, so that memory is freed early: these inputs are large.
     qkv = _layer_norm(x, params["norms"][0]) @ params["qkv"]
     query, key, value = rearrange(

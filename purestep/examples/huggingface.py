@@ -46,7 +46,10 @@ TORCH = "torch's docstrings"
 
 
 def read_torch_docstrings() -> list[str]:
-    """Reads the docstrings of torch's packages ``nn``, ``optim`` and ``distributions``."""
+    """Reads the docstrings of torch's packages ``nn``, ``optim`` and ``distributions``.
+
+    It returns what ``extract_docstrings`` does of their files.
+    """
     folder = Path(torch.__file__).parent
     files: list[Path] = []
     for package in ("nn", "optim", "distributions"):
@@ -74,7 +77,10 @@ def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def make_small_llama(vocabulary: int) -> LlamaForCausalLM:
-    """Makes a Llama with half a million parameters, its embedding tied to its output."""
+    """Makes a Llama with half a million parameters, its embedding tied to its output.
+
+    Its weights are drawn from torch's global generator.
+    """
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -122,7 +128,7 @@ def pack_forever(
 
 
 def make_loss_fn(apply: Any) -> Callable[[Params, Batch], Tensor]:
-    """Makes a function that computes the loss of each token.
+    """Makes ``loss_fn(params, batch)``, which computes the loss of each token of packed documents.
 
     The model takes a position of 0 for the beginning of a document.
     """
@@ -140,7 +146,7 @@ def make_loss_fn(apply: Any) -> Callable[[Params, Batch], Tensor]:
 
 
 def count_numbers(tensors: Any) -> int:
-    """Counts the numbers in a tree of tensors."""
+    """Counts the elements of all tensors in a tree."""
     leaves = tree.leaves(tensors)
     return sum(leaf.numel() for leaf in leaves)
 
@@ -236,7 +242,10 @@ class RowChanges(NamedTuple):
 
 
 def compare_rows(params: Params, apply: Any, documents: Sequence[Batch]) -> RowChanges:
-    """Compares the loss of neighbouring documents in one row with that in two rows."""
+    """Compares the loss of neighbouring documents in one row with that in two rows.
+
+    Returns, for each pair, the absolute change per token, packed and joined without borders.
+    """
     loss_fn = make_loss_fn(apply.eval)
 
     @torch.no_grad()
@@ -295,7 +304,7 @@ def plot_losses(axes: Any, llama: Losses, lora: Losses) -> None:
 
 
 def plot_changes(axes: Any, changes: RowChanges) -> None:
-    """Plots, for each pair of documents, how much its loss changes in a row that both share.
+    """Plots, for each pair of documents, how much its loss per token changes in a shared row.
 
     The row has no borders, or it is packed. The scale is logarithmic, and "0" is below 1e-10.
     """
@@ -322,7 +331,7 @@ def plot_changes(axes: Any, changes: RowChanges) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Makes the command line."""
+    """Makes the parser of the command line."""
     parser = picture.make_parser(__doc__, "huggingface", 300)
     parser.add_argument("--lora-steps", type=picture.positive_int, default=100)
     parser.add_argument("--held-out", type=int, default=60, help="docstrings of each")
@@ -374,7 +383,7 @@ def train_lora(
 ) -> tuple[Losses, PeftModel]:
     """Trains a LoRA of the saved Llama on torch's docstrings, saves it, and checks that it loads.
 
-    Returns the losses, and the loaded model.
+    ``train_llama`` must have saved the Llama. Returns the losses, and the loaded model.
     """
     folder = options.out / "lora"
     llama = AutoModelForCausalLM.from_pretrained(options.out / "llama")
