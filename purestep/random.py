@@ -66,7 +66,8 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
     """Makes the key of a seed: an int64 tensor of shape (). A tensor with dimensions is many keys.
 
     The seed is an int from −2⁶³ to 2⁶⁴ − 1; others raise ``ValueError``. Draw once from each key.
-    For several draws, make keys with ``fold_in`` or ``split``.
+    For several draws, make keys with ``fold_in`` or ``split``. Where keys are
+    used, those of another dtype than int64 raise ``TypeError``.
 
     >>> [hex(word) for word in bits(key(0), (4,)).tolist()]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
@@ -254,8 +255,8 @@ def with_keys(
     dimension, so ``pack`` stacks keys to ``(rows,)``, and ``pack_documents`` to
     ``(rows, most segments)``. For new noise in each epoch or step, pass ``fold_in(key, step)``.
 
-    Raises ``ValueError`` if an example has a leaf ``name`` already, or no whole number
-    ``identity``.
+    Raises ``ValueError`` if an example has a leaf ``name`` already, or no scalar ``identity``.
+    Raises ``TypeError`` if that is no whole number.
 
     Args:
         examples: mappings by name.
@@ -351,8 +352,9 @@ def _draw_by_fours(
 ) -> Tensor:
     """Draws ``last_size`` elements along the last dimension, where key and coordinates have size 1.
 
-    Its counter counts blocks of four elements: ``philox`` makes four words from one set of
-    counters. Words beyond ``last_size`` are dropped. Returns ``convert(word)`` of the others.
+    The counter of that dimension counts blocks of four elements: ``philox`` makes four words from
+    one set of counters. Words beyond ``last_size`` are dropped. Returns ``convert(word)`` of the
+    others.
     """
     num_fours = (last_size + 3) // 4
     fours = torch.arange(num_fours, device=key.device)
@@ -366,8 +368,8 @@ def _draw_for_tokens(
 ) -> Tensor:
     """Draws ``convert(word)`` for tokens, each as if its example stood alone, in this shape.
 
-    A token's coordinate is its position in its example. Raises ValueError unless the shape is one
-    that ``dropout`` takes with ``PackedKeys``.
+    A token's coordinate is its position in its example; features and heads count as in ``bits``.
+    Raises ValueError unless the shape is one that ``dropout`` takes with ``PackedKeys``.
     """
     keys = token_keys.keys
     positions = token_keys.positions
@@ -444,7 +446,8 @@ def philox(key: _Word, counters: Sequence[_Word]) -> _Words:
 def _make_key(key: Tensor, number: int | Tensor, purpose: int) -> Tensor:
     """Makes a key from a key, a whole number of 64 bits and the purpose.
 
-    No draw has its counters. Keys and numbers broadcast.
+    The purpose is ``_FOLD`` or another of these counters. Keys of different purposes differ, and no
+    draw has their counters. Keys and numbers broadcast.
     """
     _check_keys(key)
     if isinstance(number, Tensor):

@@ -26,7 +26,7 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
     * It refuses an argument that is written to, by ``fn`` or before the backward pass. It cannot
       see writes to tensors that ``fn`` closes over: pass them as arguments.
     * torch's global generators and keys give the same random numbers again. A ``torch.Generator``
-      among the arguments is refused.
+      among the arguments raises ``TypeError``.
     * All ranks call the collectives in ``fn`` again, in the backward pass.
     * torch refuses ``torch.func.grad`` inside ``fn``. Call ``remat`` inside ``grad``, or
       ``torch.autograd.grad(..., create_graph=True)`` inside ``remat``.

@@ -47,7 +47,7 @@ class Stacked(Sequence[Microbatch]):
         return len(tree.leaves(self.batch)[0])
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns one microbatch, made of views; for a slice, a ``Stacked`` of those it selects."""
+        """Returns one microbatch, made of views; for a slice, a ``Stacked`` of its microbatches."""
         selected = tree.map(lambda leaf: leaf[index], self.batch)
         return Stacked(selected) if isinstance(index, slice) else selected
 
@@ -74,8 +74,8 @@ def stack(microbatches: Sequence[Microbatch]) -> Stacked:
     or autograd follows the step, it is unrolled.
 
     Raises ``ValueError`` where structures, dtypes or shapes differ: pad such microbatches to one
-    shape, or pass the list itself. Raises it also without microbatches. A ``Stacked`` is returned
-    as it is.
+    shape, or pass the list itself. Raises it also without microbatches, or for a leaf that is no
+    tensor. A ``Stacked`` is returned as it is.
 
     >>> group = stack([{"labels": torch.tensor([5, 7])}, {"labels": torch.tensor([3, -100])}])
     >>> group.batch

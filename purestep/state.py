@@ -37,7 +37,8 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
 
     Containers, and empty ones such as None and ``()``, leave no trace. A leaf that is not a
     plain dense tensor raises ``TypeError``: write a step count as ``torch.tensor(3)``. A dict key
-    raises ``ValueError`` if its ``repr`` may change, or is that of another key.
+    raises ``ValueError`` if its ``repr`` may change, or is that of another key. So does a leaf that
+    was donated to a step.
 
     >>> state_dict({"layers": [torch.tensor(1.0), None], "a.b": {0: torch.tensor(2)}})
     {"tree['a.b'][0]": tensor(2), "tree['layers'][0]": tensor(1.)}
@@ -58,8 +59,9 @@ def load_state_dict(like: Tree, flat: Mapping[str, Tensor]) -> Tree:
     """Rebuilds the tree of a ``state_dict``, in the containers and on the devices of ``like``.
 
     The tensors are new and share no memory with ``flat`` or ``like``. They have the memory order of
-    ``like``. Names, shapes and dtypes must equal those of ``like``: nothing is cast or broadcast.
-    No gradient flows through.
+    ``like``. Raises ``ValueError`` unless names, shapes and dtypes equal those of ``like``: nothing
+    is cast or broadcast. ``like`` must be a tree that ``state_dict`` takes. No gradient flows
+    through.
 
     >>> like = {"w": torch.zeros(2), "step": torch.tensor(0)}
     >>> load_state_dict(like, {"tree['w']": torch.ones(2), "tree['step']": torch.tensor(3)})
@@ -86,8 +88,8 @@ def load_state_dict(like: Tree, flat: Mapping[str, Tensor]) -> Tree:
 def named_leaves(tree: Tree) -> NamedLeaves:
     """Returns detached tensors and ``Shard`` nodes by name; names have no ``.local``.
 
-    Raises TypeError for other leaves, and ValueError for keys without a stable ``repr`` and for
-    parts of a wrong shape.
+    Raises TypeError for other leaves. Raises ValueError for keys without a stable ``repr`` and two
+    leaves of one name. So do parts of a wrong shape, and leaves that were donated.
     """
     leaves = _pair_with_names(tree, hidden_type=Shard)
     _, spec = trees.flatten(tree)
@@ -172,7 +174,10 @@ def empty_like(leaf: NamedLeaf) -> NamedLeaf:
 
 
 def _named_tensors(tree: Tree) -> dict[str, Tensor]:
-    """Returns the tensors of a tree by name, detached, and raises TypeError for other leaves."""
+    """Returns the tensors of a tree by name, detached, and raises TypeError for other leaves.
+
+    Raises ValueError as ``named_leaves`` does for keys, names and donated leaves.
+    """
     return {name: _detach_plain(name, leaf) for name, leaf in _pair_with_names(tree)}
 
 
@@ -204,7 +209,7 @@ def _pair_with_names(
 
 
 def _check_unique(names: Collection[str]) -> None:
-    """Raises ValueError if two leaves have the same name."""
+    """Raises ValueError if two of the names are equal."""
     seen = set()
     for name in names:
         if name in seen:

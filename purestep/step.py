@@ -104,7 +104,10 @@ def make_update_step(
     It takes one optimizer step and returns ``(params, opt_state, metrics)``. Up to rounding,
     the result does not depend on how you cut the tokens into microbatches and ranks, nor on
     padding; ``LossOutput.microbatch_loss`` alone does. Without any token, params and state stay as
-    they are, to the bit.
+    they are, to the bit. All ranks of ``axis`` call it together.
+
+    Raises ``TypeError`` or ``ValueError`` for arguments that it cannot take, or that contradict
+    each other. The step raises for params, state or microbatches that do not fit.
 
     Args:
         loss_fn: ``loss_fn(params, microbatch)`` returns one loss per token, or ``LossOutput``.
@@ -184,7 +187,7 @@ def make_step(
         settings: how the step counts and sums.
         config: what all ranks must agree on.
         check: ``check(params, opt_state, microbatches)`` raises if the step cannot take these.
-            It runs in a first update.
+            It runs in each update until this structure of params counts as checked.
         finish: ``finish(sums, total, params, opt_state)`` returns new ones, and metrics.
         notes_launches: whether ranks note what each microbatch gathers, for later updates.
     """
@@ -262,11 +265,10 @@ def make_step(
 
 
 def check_settings(settings: StepSettings, **choices: str) -> dict[str, str]:
-    """Raises ValueError if settings are invalid, or contradict each other.
+    """Returns the settings on which all ranks must agree, by name.
 
-    Returns the settings on which all ranks must agree, by name.
-
-    ``choices`` are further settings of a step, such as ``on_nonfinite``.
+    ``choices`` are further settings of a step, such as ``on_nonfinite``. Raises ValueError if a
+    setting is invalid, or if settings contradict each other.
     """
     choices |= {"normalize": settings.normalize, "gather": settings.gather}
     allowed = {"normalize": Normalize, "gather": Gather, "on_nonfinite": OnNonfinite}
@@ -283,10 +285,10 @@ def check_settings(settings: StepSettings, **choices: str) -> dict[str, str]:
 
 
 def normalize_sums(sums: GradSums) -> GradSums:
-    """Divides plain sums of gradients and losses by N; in plain eager mode, gradients in place.
+    """Divides sums of gradients and losses by N, their count; in plain eager mode, in place.
 
-    An N of 0 counts as 1. Raises ValueError if the host reads an N that the loss's dtype cannot
-    hold.
+    Returns new ``GradSums``, and in that mode writes to the gradients. An N of 0 counts as 1.
+    Raises ValueError if the host reads an N that the loss's dtype cannot hold.
 
     >>> from purestep.types import TokenCounts
     >>> counts = TokenCounts(torch.tensor(4), torch.tensor(1))
@@ -339,7 +341,10 @@ def _check_inputs(
     opt_state: OptState,
     microbatches: Sequence[Microbatch],
 ) -> None:
-    """Raises if a step cannot take these arguments; says so if params and opt_state are swapped."""
+    """Raises if a step cannot take these arguments; says so if params and opt_state are swapped.
+
+    The errors are those of ``validation.check_inputs``.
+    """
     with hints.annotate_swapped_arguments(optimizer.init, params, opt_state):
         validation.check_inputs(params, opt_state, microbatches, axis, donate)
 
@@ -350,7 +355,8 @@ def _make_graph_check(
     """Makes the function that checks arguments of a compiled step: a trace has no values.
 
     It calls ``check`` at the first call; with ``donate``, at the first one for each structure of
-    params, since leaves that share memory would be written over twice.
+    params. Leaves that share memory would be written over twice. It does nothing unless it gets
+    three arguments.
     """
     seen_specs: deque[tree.TreeSpec] = deque(maxlen=8)
 
@@ -387,7 +393,7 @@ def finish_step(
     """Returns new params and state, and the metrics; updates only if ``metrics.applied``.
 
     ``sums`` and ``total`` are those of all ranks. The gradients are consumed, and with ``donate``
-    so are params and state.
+    so are params and state. ``writes_in_graph`` is that of ``apply_update``.
     """
     metrics = measure_step(sums, total, skips_nonfinite=skips_nonfinite)
     with profiler_range("purestep.optimizer"):
@@ -408,8 +414,9 @@ def measure_step(
 ) -> StepMetrics:
     """Computes the metrics of an update, among them whether it is applied; detached in eager mode.
 
-    It is applied if N is positive and finite, and with ``skips_nonfinite`` if all gradients are
-    finite, too. For a ``Shard``, collectives include all its ranks.
+    It is applied if N is positive, and finite where the host cannot read it. With
+    ``skips_nonfinite`` all gradients must be finite, too. For a ``Shard``, collectives include all
+    its ranks.
     """
     applied = total.num_tokens > 0
     if tree.concrete_scalar(total.num_tokens) is None:
@@ -513,8 +520,8 @@ def _apply_recorded(
 ) -> tuple[Params, OptState]:
     """Updates out of place, so that a transform, a compiler or autograd can follow the values.
 
-    Where ``applied`` is False, params and state keep their values. The results are new tensors, but
-    if ``writes_in_graph`` a graph writes them to the old ones.
+    Returns params and state. Where ``applied`` is False, both keep their values. The results are
+    new tensors, but if ``writes_in_graph`` a graph writes them to the old ones.
     """
     concrete = tree.concrete(applied)
     if concrete is not None and not concrete.any():  # in no member of an ensemble

@@ -97,7 +97,7 @@ class Optimizer(NamedTuple, Generic[StateT]):
     update_: UpdateInPlace | None = None
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raises ``AttributeError``, which says of torch's methods what stands in their place."""
+        """Raises ``AttributeError``; for ``step`` and the like, it says what to call instead."""
         text = f"a ps.optim.Optimizer has no {name!r}"
         if name in ("step", "zero_grad", "param_groups", "add_param_group"):
             text += (
@@ -120,7 +120,9 @@ _TORCH_NAMES = {
 def explain_torch_names(
     make: Callable[Arguments, ResultT],
 ) -> Callable[Arguments, ResultT]:
-    """Makes the function raise ``TypeError`` for names of ``torch.optim``, with its own.
+    """Wraps a function to raise ``TypeError`` for the keywords ``lr``, ``betas`` and ``params``.
+
+    They are names of ``torch.optim``, and the error says what stands for them here.
 
     >>> explain_torch_names(lambda learning_rate: learning_rate)(lr=0.1)
     Traceback (most recent call last):
@@ -146,8 +148,10 @@ def chain(
 ) -> TransformOrOptimizer:
     """Applies transforms one after the other. An Optimizer may come last.
 
-    The result is an Optimizer if the last part is one, else a Transform. The state is the tuple of
-    the parts' states. Raises ``ValueError`` without parts, and ``TypeError`` for any other part.
+    Each part gets the updates of the one before it as its gradients, and the same params. The
+    result is an Optimizer if the last part is one, else a Transform. The state is the tuple of the
+    parts' states, and ``update`` raises ``ValueError`` for any other. Raises ``ValueError`` without
+    parts. Raises ``TypeError`` if a part is neither, or an Optimizer is not the last.
 
     >>> from purestep.optim import clip_by_global_norm, sgd
     >>> type(chain(clip_by_global_norm(1.0), sgd(0.1))).__name__
@@ -180,7 +184,7 @@ def chain(
 
 
 def use_short_names(*functions: Any) -> tuple[Any, ...]:
-    """Sets the ``__qualname__`` of functions to their ``__name__``, and returns the functions.
+    """Sets the ``__qualname__`` of functions to their ``__name__``, and returns them as a tuple.
 
     Errors then say ``update``, not ``chain.<locals>.update``.
     """
@@ -225,10 +229,11 @@ def update_by_copy(
 ) -> tuple[Tree, OptState]:
     """Runs ``update``, and copies the new state and an Optimizer's new params over the old ones.
 
-    A Transform's updates are returned as they are. Where ``applied`` is False, ``update`` gets
-    gradients of zero, and state and params keep their values. If autograd follows the values,
-    nothing is written, and the results are new tensors. Raises ValueError if ``update`` changes
-    structures, shapes or dtypes.
+    Returns the params, or a Transform's updates, and the state. The updates are not copied over the
+    gradients. Where ``applied`` is False, ``update`` gets gradients of zero, and state and params
+    keep their values; None means True. If autograd or a transform follows the values, nothing is
+    written, and the results are new tensors. Raises ValueError if ``update`` changes containers,
+    shapes or dtypes of what is copied.
     """
     if applied is not None:
         grads = mask_grads(grads, applied)
@@ -319,7 +324,8 @@ def raise_mismatch(
 ) -> NoReturn:
     """Raises the ValueError for arguments that do not fit an update.
 
-    It says whether params are missing, or the state, the gradients or a dtype does not fit.
+    It says whether params are missing, or the state, the gradients or a dtype does not fit. It
+    calls ``init(params)`` to compare the state, and an error of that call goes through.
     """
     if params is None:
         raise ValueError(
@@ -339,9 +345,9 @@ def raise_mismatch(
 
 
 def state_mismatch(init: Init, state: OptState, params: Params) -> str | None:
-    """Describes how a state differs from ``init(params)``, or returns None.
+    """Describes how a state differs from ``init(params)``; returns None if it does not.
 
-    Containers, shapes and dtypes count, where all floating point dtypes are equal.
+    Containers, shapes and dtypes are compared. All floating-point dtypes of params count as equal.
     """
     expected = init(params)
     difference = tree.describe_mismatch(state, expected, "opt_state")
@@ -361,8 +367,9 @@ def reraise_with_hint(
 ) -> None:
     """Raises a better error than ``error`` if the state has caused it.
 
-    It is a ValueError for another optimizer's state, and a TypeError for leaves that are no
-    tensors. Otherwise the function returns, and the caller raises ``error``.
+    It is a ValueError for a state that differs from ``init(params)``, and else a TypeError for
+    leaves of the state that are no tensors. Otherwise the function returns, and the caller raises
+    ``error``.
     """
     mismatch: str | None = None
     # ``init`` may fail as well, and the first error matters more.

@@ -102,18 +102,20 @@ def elementwise(
 ) -> TransformOrOptimizer:
     """Makes an Optimizer, or a Transform, whose update is one formula for each element.
 
-    The formula gets gradients in float32 at least. An update raises ``ValueError`` unless its
-    arguments fit together.
+    ``formula(grads, params, *slots)`` returns new params or updates, and the new slots, which are
+    the trees of the state. It gets gradients in float32 at least. An update raises ``ValueError``
+    unless its arguments fit together.
 
     Args:
         cls: ``Optimizer`` or ``Transform``. The formula returns new params, or updates.
         state_type: the type of its state. A first field ``step`` counts the steps that are taken,
             and the others are trees like the params. ``tuple``: no state.
-        hyperparams: the numbers for all leaves. A schedule is called at each step.
+        hyperparams: the numbers for all leaves. A schedule is called with the steps taken before;
+            without a field ``step``, the update raises ``TypeError``.
         rule: ``rule(ops, step, *hyperparams)`` returns the formula, written with the operations of
             ``ops``, an ``Arithmetic``. The step counts from 1; None without a field ``step``.
         fused: a kernel for the formula of an Optimizer, whose two hyperparameters are the learning
-            rate and the weight decay.
+            rate and the weight decay. ``update_`` runs it on the rows whose layout it takes.
         reads_params: whether the formula needs params. If not, ``update`` takes None for them, too,
             and the formula gets gradients in their place.
     """
@@ -162,7 +164,10 @@ def elementwise(
 def evaluate_rates(
     hyperparams: Sequence[LearningRate], step: Tensor | None
 ) -> list[float | Tensor]:
-    """Evaluates hyperparameters at this step, in order; raises TypeError if ``step`` is None."""
+    """Returns hyperparameters in order, with the rate of this step in place of a schedule.
+
+    Raises TypeError if ``step`` is None.
+    """
     if step is None:
         raise TypeError(
             "a schedule stands where a number is needed: this transform counts no steps"
@@ -184,9 +189,10 @@ class StateFields:
         self.has_step = "step" in self.names
 
     def init_state(self, params: Params) -> OptState:
-        """Returns the state before the first step: a step of 0, and zeros in float32 at least.
+        """Returns the state before the first step: a step of 0, and zeros in each slot.
 
-        Raises TypeError unless the leaves of params are tensors.
+        The zeros are trees like the params, in float32 at least. Raises TypeError unless the leaves
+        of params are tensors.
         """
         check_tensor_params(params)
         step = make_step_counter(params) if self.has_step else None
@@ -204,8 +210,8 @@ class StateFields:
     ) -> tuple[Inputs, Tensor | None]:
         """Flattens the arguments of an update; returns also the step counter, or None without one.
 
-        Raises ValueError unless they fit together. Where params are not read, they may be None, and
-        the gradients stand for them.
+        The columns are gradients, params and slots. Raises ValueError unless the arguments fit
+        together. Where params are not read, they may be None, and the gradients stand for them.
         """
         like_params = grads if params is None and not self.reads_params else params
         # Any tuple is an instance of ``tuple``, the type of an empty state.
@@ -219,9 +225,10 @@ class StateFields:
 
 
 def flatten_alike(*trees: Tree) -> Inputs | None:
-    """Flattens trees; returns None if structures or shapes differ, or a dtype is unsupported.
+    """Returns the flattened trees; None if structures or shapes differ, or a dtype is unsupported.
 
-    Kernels do not compare shapes, and plain arithmetic would broadcast, or round to integers.
+    The supported ones are the floating-point dtypes of params. Kernels do not compare shapes, and
+    plain arithmetic would broadcast, or round to integers.
     """
     first, spec = tree.flatten(trees[0])
     columns = [first]
@@ -246,10 +253,10 @@ def flatten_alike(*trees: Tree) -> Inputs | None:
 def apply_by_leaf(
     formula: Formula, inputs: Inputs, *, is_transform: bool
 ) -> list[Tree]:
-    """Applies a formula to each row of leaves, by plain operations.
+    """Applies a formula to each row of leaves, by plain operations, and writes to no leaf.
 
-    Gradients are widened to float32 at least. Returns the tree of updates or new params, and a tree
-    for each slot of the state. New params and slots have the dtypes of the old ones.
+    Gradients are widened to float32 at least. Returns a list: the tree of updates or new params,
+    then a tree for each slot of the state. New params and slots have the dtypes of the old ones.
     """
     grads, *others = inputs.columns
     if not inputs.dtypes <= WIDE_DTYPES:
@@ -273,7 +280,8 @@ def round_results(
 ) -> list[Tensor]:
     """Rounds the results of a formula to the dtypes of params and slots in the row.
 
-    A Transform's first result is an update: it keeps its dtype.
+    The row has a gradient, a param and slots. A Transform's first result is an update: it keeps its
+    dtype.
     """
     first, *new_slots = results
     _, params, *slots = row
@@ -294,9 +302,9 @@ def write_group(
     """Applies a formula to a group of rows in place.
 
     The formula of an Optimizer writes to params and slots; then ``updates`` is None. That of a
-    Transform writes to slots, and its results go into ``updates``, at the positions of the rows,
-    whatever ``applied`` is. Where ``applied`` is False, params and slots keep their values; None
-    means True.
+    Transform writes to slots, and its updates go into the list ``updates``, at the positions of the
+    rows, whatever ``applied`` is. Where ``applied`` is False, params and slots keep their values;
+    None means True.
     """
     if updates is None:
         update_params_(formula, group.columns, applied)
@@ -309,7 +317,8 @@ def write_group(
 def update_params_(formula: Formula, columns: Columns, applied: Tensor | None) -> None:
     """Writes the results of an Optimizer's formula over params and slots.
 
-    Where ``applied`` is False, both stay as they are. None means True.
+    The columns are gradients, params and slots. Where ``applied`` is False, params and slots stay
+    as they are; None means True.
     """
     for grads, *old in split_by_size(columns):
         writable = old
@@ -325,7 +334,8 @@ def compute_updates_(
 ) -> list[Tensor]:
     """Returns the updates of a Transform's formula, and writes its new slots over the old ones.
 
-    Where ``applied`` is False, the slots stay as they are. None means True.
+    The columns are gradients, params and slots. The updates may lie in the memory of the gradients.
+    Where ``applied`` is False, the slots stay as they are; None means True.
     """
     updates: list[Tensor] = []
     for grads, params, *slots in split_by_size(columns):
@@ -354,10 +364,10 @@ def run_fused(
     applied: Tensor | None,
     columns: Columns,
 ) -> None:
-    """Runs a fused kernel, which writes to params and slots, with ``step`` already counted.
+    """Runs a fused kernel, which writes to params and slots; ``step`` already counts this step.
 
-    ``hyperparams`` are the learning rate and the weight decay. On the host ``applied`` is None. On
-    a device the kernel leaves all values as they are where ``applied`` is False.
+    ``hyperparams`` are the learning rate and the weight decay. On the host ``applied`` must be
+    None. On a device all values stay as they are where ``applied`` is False; None means True.
     """
     rate, decay = hyperparams
     grads, params, *slots = columns
@@ -387,7 +397,10 @@ def run_fused(
 
 
 def split_by_layout(inputs: Inputs) -> list[Group]:
-    """Groups rows by device and layout, and widens their gradients; no rows give no groups."""
+    """Returns groups of the rows that agree in device and layout; no rows give no groups.
+
+    Their gradients are widened to float32 at least, and cloned if they are expanded.
+    """
     columns = inputs.columns
     # Maps over all leaves, at each step, are faster than comprehensions.
     devices = {*map(attrgetter("device"), columns[0])}
@@ -410,7 +423,7 @@ def split_by_layout(inputs: Inputs) -> list[Group]:
 def make_group(columns: Columns, positions: Sequence[int]) -> Group:
     """Makes a group of the rows at these positions, which must have equal layouts.
 
-    Gradients are widened, and cloned if they are expanded.
+    Gradients are widened to float32 at least, and cloned if they are expanded.
     """
     group = []
     for column in columns:
@@ -449,8 +462,8 @@ def join_columns(columns: Columns) -> list[Tensor]:
 def split_by_size(columns: Columns) -> Iterator[Columns]:
     """Splits columns into successive groups of rows, and yields the columns of each.
 
-    The params of a group have at most ``HOST_BYTES`` or ``DEVICE_BYTES``. A larger row is a group
-    alone.
+    The params of a group have at most ``HOST_BYTES`` on the host, ``DEVICE_BYTES`` on a device. A
+    larger row is a group alone. There must be a row.
     """
     params = columns[1]
     max_bytes = HOST_BYTES if params[0].is_cpu else DEVICE_BYTES
@@ -466,9 +479,10 @@ def split_by_size(columns: Columns) -> Iterator[Columns]:
 
 
 def widen_grads(grads: list[Tensor], others: Columns) -> list[Tensor]:
-    """Casts a column of gradients to float32 at least; wide gradients are returned as they are.
+    """Casts a column of gradients, which share a dtype, to float32 at least.
 
-    If one of the other columns is in float32 or float64, one call casts to its dtype.
+    Gradients in float32 or float64 are returned as they are. Others get the dtype of the first of
+    the other columns that is in one of these, else float32.
     """
     if grads[0].dtype in WIDE_DTYPES:
         return grads

@@ -66,12 +66,13 @@ def sgd(
     the optimizer is itself a ``chain``, whose state is a tuple.
 
     Args:
-        learning_rate: a number, a scalar tensor or a schedule.
+        learning_rate: a number, a scalar tensor or a schedule; others raise ``TypeError``.
         momentum: the decay of the trace t.
-        nesterov: look ahead, with g + momentum · t. The momentum must not be 0.
+        nesterov: look ahead, with g + momentum · t. Raises ``ValueError`` if the momentum is 0.
         weight_decay: added to the gradient, so that it takes part in the momentum.
         mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function
-            from params to one; None: all. With a mask, the decay is a ``partition``.
+            from params to one; None: all. With a mask, the decay is a ``partition``. Without decay
+            the mask is not read.
 
     >>> optimizer = sgd(0.1, momentum=0.9)
     >>> params = {"w": torch.tensor(1.0)}
@@ -152,7 +153,7 @@ def adamw(
     is a tensor on a device, no leaf uses it.
 
     Args:
-        learning_rate: a number, a scalar tensor or a schedule.
+        learning_rate: a number, a scalar tensor or a schedule; others raise ``TypeError``.
         b1, b2: the decay of the means of gradients and squares.
         eps: added outside the root.
         weight_decay: decoupled from the gradient.
@@ -246,7 +247,7 @@ def lion(
     It needs a smaller learning rate than Adam.
 
     Args:
-        learning_rate: a number, a scalar tensor or a schedule.
+        learning_rate: a number, a scalar tensor or a schedule; others raise ``TypeError``.
         b1: the weight of the mean against the gradient, in the sign.
         b2: the decay of the mean.
         weight_decay: decoupled from the gradient.

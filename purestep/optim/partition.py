@@ -51,10 +51,13 @@ def partition(
 ) -> TransformOrOptimizer:
     """Gives each parameter to the optimizer that its label names; or each gradient to a Transform.
 
+    The result is an Optimizer, or a Transform if all parts are Transforms. Raises ``TypeError``
+    unless all are of one kind.
+
     Each optimizer sees only its params, so its norms are those of their gradients. An empty tuple
     stands for the others, and for containers of others (None is a leaf to ``torch.vmap``). The
-    state is a dict of their states, or a tuple for Transforms. A label that no parameter has is
-    left out of it.
+    state is a dict of their states by label, or a tuple for Transforms. A label that no parameter
+    has is left out of it.
 
     ``init`` and ``update`` raise ``ValueError`` for a label that is not among ``transforms``.
 
@@ -180,7 +183,7 @@ def make_shares(
 ) -> list[Share]:
     """Makes a share for each known label that a param has, in the order of the known labels.
 
-    Raises ValueError for any other label.
+    Raises ValueError for any other label, or if the tree of labels is no prefix of the params.
     """
     prefix = param_labels(params) if callable(param_labels) else param_labels
     labels = tree.broadcast_prefix(prefix, params)
@@ -237,8 +240,8 @@ def partition_by_mask(
 ) -> TransformOrOptimizer:
     """Makes a ``partition`` by a mask: params at True get ``selected``, and all others ``others``.
 
-    Their labels are "decay" and "rest". ``init`` and ``update`` raise ValueError unless the mask's
-    leaves are bools.
+    Their labels are "decay" and "rest". ``init`` and ``update`` raise ValueError unless the mask is
+    a tree of bools, and a prefix of the params.
     """
 
     def param_labels(params: Params) -> Tree:

@@ -113,7 +113,8 @@ def warmup_cosine_decay_schedule(
 
     It starts at ``init_value``, in a straight line, and stays at ``end_value``. As in optax,
     ``decay_steps`` is the length of the whole schedule, the warm-up included. If ``peak_value`` is
-    0, it falls to 0. Raises ``ValueError`` unless 0 < ``warmup_steps`` < ``decay_steps``.
+    0, it ends at 0, whatever ``end_value`` is. Raises ``ValueError`` unless
+    0 < ``warmup_steps`` < ``decay_steps``.
 
     >>> schedule = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=1, decay_steps=3)
     >>> schedule(torch.tensor([0, 1, 2, 3])).tolist()
@@ -176,7 +177,7 @@ def join_schedules(
 
 
 def _progress(step: Tensor, num_steps: int) -> Tensor:
-    """Returns ``step / num_steps`` in float64, from 0 to 1."""
+    """Returns ``step / num_steps`` in float64, or the nearer of 0 and 1 beyond these."""
     return (step.to(torch.float64) / num_steps).clamp(0, 1)
 
 

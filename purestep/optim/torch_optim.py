@@ -66,16 +66,20 @@ def from_torch(
 ) -> Optimizer[State]:
     """Makes a pure optimizer of a ``torch.optim`` algorithm, with its bits and kernels.
 
-    The algorithm must step without a closure. Each update passes the state to torch and takes it
-    back, so torch keeps nothing. Gradients are cast to the params' dtype, as torch needs. Under
-    ``vmap``, ``grad``, ``jvp`` or ``torch.compile``, or if an argument requires grad, an update
-    raises ``ValueError``, because torch's in-place steps have wrong derivatives there. An algorithm
-    that is not elementwise takes no ``Shard``.
+    Each update passes the state to torch and takes it back, so torch keeps nothing. Gradients are
+    cast to the params' dtype, as torch needs. Under ``vmap``, ``grad``, ``jvp`` or
+    ``torch.compile``, or if an argument requires grad, an update raises ``ValueError``, because
+    torch's in-place steps have wrong derivatives there. ``init`` raises ``ValueError`` for a
+    ``Shard`` if the algorithm is not elementwise, and ``TypeError`` if its state has more than
+    tensors.
 
     Args:
-        algorithm: the class, such as ``torch.optim.RMSprop``.
-        lr: a number, a scalar tensor or a schedule. None: the algorithm's default.
-        settings: as the class takes them, ``foreach=`` and ``fused=`` included.
+        algorithm: the class, such as ``torch.optim.RMSprop``. One whose step needs a closure or
+            sparse gradients raises ``TypeError``.
+        lr: a number, a scalar tensor or a schedule; others raise ``TypeError``. None: the
+            algorithm's default.
+        settings: as the class takes them, ``foreach=`` and ``fused=`` included. Raises
+            ``ValueError`` for ``differentiable=True``.
 
     >>> optimizer = from_torch(torch.optim.SGD, lr=0.25, momentum=0.9)
     >>> params = {"w": torch.tensor([1.0])}
@@ -149,9 +153,9 @@ def check_not_differentiable(factory: OptimizerFactory) -> None:
 
 
 def check_algorithm(algorithm: Any) -> None:
-    """Raises TypeError unless this is a class of optimizers that need only dense gradients.
+    """Raises TypeError unless this is a class of ``torch.optim.Optimizer`` that can be made pure.
 
-    One that needs a closure raises, and so does ``SparseAdam``.
+    A class whose step needs a closure raises, and so does ``SparseAdam``.
     """
     is_class = isinstance(algorithm, type)
     if not is_class or not issubclass(algorithm, torch.optim.Optimizer):
@@ -194,9 +198,9 @@ class OptimizerFactory:
 
     @property
     def is_elementwise(self) -> bool:
-        """Returns whether a shard of a parameter is enough for its update.
+        """Returns whether the algorithm updates each element from its gradient and state alone.
 
-        False for classes from outside of torch.
+        A shard of a parameter is then enough. False for classes from outside of torch.
         """
         is_torchs = self.algorithm.__module__.startswith("torch.optim.")
         return is_torchs and self.name in ELEMENTWISE
@@ -204,10 +208,11 @@ class OptimizerFactory:
     def make_optimizer(
         self, leaves: list[Tensor], step: Tensor
     ) -> torch.optim.Optimizer:
-        """Makes the optimizer of these leaves, with the learning rate of this step.
+        """Makes the ``torch.optim`` object of these leaves, with the learning rate of this step.
 
-        The rate is a float, read on the host, unless ``fused`` or ``capturable`` is set. Raises
-        ValueError if torch refuses the leaves or settings.
+        The rate is a float, read on the host, unless ``fused`` or ``capturable`` is set. Without a
+        rate, the algorithm's default holds. Raises ValueError if torch refuses the leaves or
+        settings.
         """
         settings = dict(self.settings)
         if self.lr is not None:
@@ -246,7 +251,7 @@ def init_state(factory: OptimizerFactory, params: Params) -> TorchState:
 
 
 def check_no_shards(factory: OptimizerFactory, structure: tree.TreeSpec) -> None:
-    """Raises ValueError if any leaf is a shard."""
+    """Raises ValueError if any leaf of the structure is a shard."""
     for shard_spec in tree.shard_specs(structure):
         if shard_spec:
             raise ValueError(
@@ -260,7 +265,7 @@ def check_no_shards(factory: OptimizerFactory, structure: tree.TreeSpec) -> None
 def zeros_like_state(
     factory: OptimizerFactory, state: dict[str, Any]
 ) -> dict[str, Tensor | None]:
-    """Returns the state of one parameter before its first step: zeros, like a state after it.
+    """Returns the state of one parameter before its first step: zeros like ``state``, one after it.
 
     None stays. Raises TypeError unless each of its values is a tensor or None.
     """
@@ -304,7 +309,8 @@ def step_in_place(
 ) -> None:
     """Takes one step, which writes to leaves and states, and sets ``grad`` of leaves.
 
-    At the first step the old states are not read: torch makes them.
+    Gradients are cast to the leaves' dtypes. At the first step the old states are not read: torch
+    makes them.
     """
     for leaf, grad, state in zip(leaves, grads, states, strict=True):
         leaf.grad = grad.to(leaf.dtype)

@@ -17,7 +17,7 @@ from purestep.types import OptState, Params, Tree
 
 
 def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
-    """Scales gradients down to ``max_norm``: g · min(1, max_norm / ‖g‖₂).
+    """Scales gradients down to the norm ``max_norm``: g · min(1, max_norm / ‖g‖₂).
 
     The norm is that of the whole tree. For a ``Shard`` it includes all ranks of its axis. The
     results are in float32 at least. If the norm is NaN, the gradients keep their values.
@@ -143,9 +143,9 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 def update_moments(
     ops: Arithmetic, grads: Any, mu: Any, nu: Any, *, b1: float, b2: float
 ) -> Results:
-    """Returns Adam's new means, ``mu`` of gradients and ``nu`` of squares.
+    """Returns Adam's new means: ``mu`` of gradients and ``nu`` of squares.
 
-    It may write to the old ones.
+    It may write to the old ones: ``ops`` decides.
     """
     mu = ops.lerp_(mu, grads, 1 - b1)
     nu = ops.mul_(nu, b2)

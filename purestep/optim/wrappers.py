@@ -37,6 +37,8 @@ def master_weights(optimizer: Optimizer) -> Optimizer[State]:
 
         m ← optimizer(g, m),    θ ← m rounded to the dtype of θ
 
+    The state is a ``MasterState``. Raises ``TypeError`` unless ``optimizer`` is an Optimizer.
+
     bfloat16 has eight bits, so it loses every step of less than 1/256 of a parameter. An update
     does not read the values of its ``params``: to change them, change ``opt_state.master``.
 
@@ -98,7 +100,7 @@ def master_weights(optimizer: Optimizer) -> Optimizer[State]:
 
 
 def replace_params(ops: Arithmetic, step: None) -> Formula:
-    """Returns a formula that takes new params in place of the gradients, and returns these."""
+    """Returns a formula that returns its first argument, new params instead of gradients."""
 
     def formula(replacements: Any, params: Any) -> Results:
         return (replacements,)
@@ -111,7 +113,7 @@ round_over_params_ = update_in_place(elementwise(Optimizer, tuple, [], replace_p
 
 
 def copy_wide(params: Params) -> Params:
-    """Copies the params to float32 at least; detaches them where no transform follows them.
+    """Copies the params to float32 at least, in new memory; detaches them outside of any transform.
 
     Raises TypeError unless their leaves are tensors.
     """
@@ -154,7 +156,8 @@ def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
     The mean starts at the params, and moves when they move. So a skipped step, or one without
     tokens, leaves it. It shares no memory with params, and checkpoints hold it. Evaluate
     ``opt_state.average``, cast to the params' dtype if that is half precision. Raises
-    ``ValueError`` for a ``decay`` that is a number and not from 0 to 1.
+    ``TypeError`` unless ``optimizer`` is an Optimizer. Raises ``ValueError`` for a ``decay`` that
+    is a number and not from 0 to 1.
 
     Around ``master_weights`` it is the mean of the rounded params. Inside, it is that of the
     float32 params.

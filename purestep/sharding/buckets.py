@@ -71,9 +71,10 @@ class _Bucket:
         return self.memory[:, start : start + length]
 
     def launch(self, op: str) -> None:
-        """Launches the first collective: ``op`` over ``scatter_axis``, or without one the sum.
+        """Launches ``op`` over ``scatter_axis``; without one, does what ``launch_sum`` does.
 
-        The axis logs ``op`` before, and a listener of its log may raise.
+        ``op`` is "all_gather" or "psum_scatter". The axis logs it before, and a listener of its log
+        may raise.
         """
         if self.key.scatter_axis is not None:
             self.key.scatter_axis.log_launch(op, self.memory)
@@ -157,7 +158,8 @@ class GradBuckets:
         """Assigns a leaf to the newest bucket of its kind, or to a new one if it does not fit.
 
         ``newest`` is updated. A bucket has at most ``bucket_bytes`` of the axis, and the first of
-        all at most ``first_bytes``. A larger leaf is alone in its bucket.
+        all at most ``first_bytes``, where the rows of all ranks count. A larger leaf is alone in
+        its bucket.
         """
         shard_spec = self._scatter_specs.get(index)
         scatter_axis = None
@@ -189,9 +191,10 @@ class GradBuckets:
         bucket.pending.add(index)
 
     def begin(self) -> None:
-        """Notes how many collectives have begun on each axis: it is called before the loss runs.
+        """Notes how many collectives have begun on each axis.
 
-        If that number has changed when a bucket is full, the loss has run a collective.
+        It is called before the loss runs, and after a bucket is launched early. If that number has
+        changed when a bucket is full, the loss has run a collective.
         """
         self._num_collectives = self._count_collectives()
 
@@ -287,7 +290,8 @@ class GradBuckets:
     def wait(self) -> None:
         """Waits for all buckets that have been launched, and completes ``sums``.
 
-        Scattered buckets are summed over their ``reduce_axis`` here.
+        Scattered and gathered leaves come into ``sums`` here. Scattered buckets are summed over
+        their ``reduce_axis`` here, if they have one.
         """
         launched = self._buckets[: self._num_launched]
         for bucket in launched:
@@ -338,7 +342,7 @@ def all_gather_in_buckets(
 ) -> list[Tensor]:
     """Gathers the full tensor of each shard over the axis of its spec, in few collectives.
 
-    Autograd does not record it.
+    Returns the full tensors in order. Autograd does not record it.
     """
     return _run_in_buckets(_ShardBuckets, shards, shard_specs)
 
@@ -348,7 +352,8 @@ def reduce_scatter_in_buckets(
 ) -> list[Tensor]:
     """Sums full tensors, each over the axis of its spec, and returns this rank's shards.
 
-    It takes few collectives. No two shards share memory: a step adds to them in place.
+    It takes few collectives, which autograd does not record. No two shards share memory: a step
+    adds to them in place.
     """
     shards = _run_in_buckets(_FullBuckets, full_grads, shard_specs)
     return [shard.clone() for shard in shards]

@@ -74,8 +74,9 @@ def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:
     """Replaces each DTensor over the axis by a ``Shard`` that shares its memory.
 
     It is the inverse of ``to_dtensor``, for trees from ``distribute_tensor``, ``fully_shard`` and
-    distributed checkpoints. A replicated DTensor becomes a tensor. Both are detached; leaves that
-    are no DTensor stay as they are. Raises ``ValueError`` for other placements and other axes.
+    distributed checkpoints. A DTensor that is replicated, over any mesh, becomes a tensor. Both are
+    detached; leaves that are no DTensor stay as they are. Raises ``ValueError`` for a DTensor of
+    other placements, in pieces over several dimensions of a mesh, or over another axis.
 
     >>> from_dtensor({"w": torch.ones(2)}, axis=None)
     {'w': tensor([1., 1.])}

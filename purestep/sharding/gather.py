@@ -37,9 +37,10 @@ ScatterFn: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 def params_for_loss(params: Params, axis: Axis, gather: Gather) -> Params:
     """Returns the params as ``accumulate`` sees them: marked by ``pvary`` as varying over ranks.
 
-    With ``gather="step"``, a collective gathers each ``Shard`` over the axis or a subaxis.
-    Otherwise these stay. A ``Shard`` over an axis that does not split tokens (tensor parallelism)
-    becomes the local tensor.
+    A leaf that is sharded over ranks of the axis is marked only over the other ranks. With
+    ``gather="step"``, a collective gathers each ``Shard`` over the axis or a subaxis. Otherwise
+    these stay. A ``Shard`` over an axis that does not split tokens (tensor parallelism) becomes the
+    local tensor.
     """
     leaves, spec = tree.flatten(params)
     shard_specs = tree.shard_specs(spec)
@@ -168,8 +169,10 @@ def make_reduce_scatter(
 ) -> tuple[GradHook | None, ScatterFn]:
     """Makes a gradient hook, and a function that replaces full gradients by shards of their sums.
 
-    The function takes and returns a list. Gradients that are not in ``shard_specs`` stay. By the
-    hook, full buckets of gradients are launched while the backward pass runs.
+    The function takes and returns a list. Gradients that are not in ``shard_specs`` stay.
+    ``hook(index, grad)`` takes a final gradient, and returns where it lies from then on. By the
+    hook, full buckets of gradients are launched while the backward pass runs. ``dtypes`` are those
+    of all gradients.
 
     The hook is None without shards, under a transform or autograd, and where ranks run one program.
     There, the function scatters gradients one by one, and writes to the list.

@@ -91,7 +91,8 @@ def collective_on_shard(op: str, x: Tensor, shard_spec: ShardSpec) -> Tensor:
 def pack_rows(x: Tensor, shard_spec: ShardSpec, num_rows: int) -> Tensor:
     """Packs a shard into one row, or a full tensor into one row for each rank.
 
-    Rows have equal length: zeros pad the shorter ones. A sparse tensor is made dense.
+    Returns a matrix of ``num_rows`` rows: 1 for a shard, else the number of ranks. Zeros pad the
+    shorter rows. A sparse tensor is made dense.
     """
     # Shards are padded behind their last entry, and all that are shorter come last.
     if x.is_sparse:

@@ -61,7 +61,8 @@ def _select_block(full: Tensor, shard_spec: ShardSpec) -> Tensor:
 def unshard(tree_: Tree) -> Tree:
     """Replaces each ``Shard`` by the full tensor, gathered from all ranks. Other leaves stay.
 
-    A ``Shard`` in a ``Shard`` is gathered over both axes.
+    A ``Shard`` in a ``Shard`` is gathered over both axes. A leaf in a ``Shard`` that has another
+    number of dimensions, such as a step count, becomes a plain tensor as it is.
 
     Processes gather leaves of one dtype together, up to ``bucket_bytes`` in each all-gather. In the
     backward pass, reduce-scatters sum the ranks' gradients. So ``unshard(shard(x))`` is

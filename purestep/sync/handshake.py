@@ -197,7 +197,7 @@ class TreeFingerprint(NamedTuple):
 
 
 def fingerprint(name: str, value: Tree) -> TreeFingerprint:
-    """Describes what ranks compare of a tree: a line for each leaf, then one for the containers.
+    """Returns what ranks compare of a tree: a line for each leaf, then one for the containers.
 
     Tensors count with dtype and shape, but without values; other leaves with their text. A shard
     counts with the shape of the full tensor.
@@ -221,7 +221,7 @@ def fingerprint(name: str, value: Tree) -> TreeFingerprint:
 
 
 def fingerprint_order(name: str, words: Sequence[str]) -> TreeFingerprint:
-    """Describes a sequence of words: a numbered line for each of them, then an empty line.
+    """Returns what ranks compare of a sequence of words: numbered lines, then an empty line.
 
     Without words, the hash is 0.
 
@@ -281,7 +281,7 @@ def _sort_members(members: re.Match[str]) -> str:
 
 
 def hash64(*words: object) -> int:
-    """Hashes words to a number from 0 to 2⁶⁴ - 1, alike in every process."""
+    """Hashes the ``repr`` of words to a number from 0 to 2⁶⁴ - 1, alike in every process."""
     text = repr(words).encode(errors="replace")
     return int.from_bytes(sha256(text).digest()[:8], "big")
 
@@ -296,8 +296,8 @@ def check_status(
 ) -> None:
     """Raises if a rank has failed, if fingerprints of ``num_ranks`` ranks differ, or N overflows.
 
-    The first is a ``RankError``, the others are a ``ValueError``. N also overflows if integer
-    weights add up to more than ``MAX_EXACT_INT``.
+    ``status`` is the sum of all ranks. The first error is a ``RankError``, the others are a
+    ``ValueError``. N also overflows if integer weights add up to more than ``MAX_EXACT_INT``.
 
     ``compared`` is what this rank's fingerprint was made of. With ``can_ask``, all ranks call this
     together, and exchange texts for the error. Without it, weights of different dtypes raise, too.

@@ -105,8 +105,8 @@ class RollCall:
     def end(self) -> None:
         """Takes part in one last sum over each open axis, which ranks that leave wait for.
 
-        It closes the axes without reading the answers: it raises ``RankLeftError`` only if
-        ``before_launch`` has raised.
+        It closes the axes without reading the answers. If ``before_launch`` has raised, it raises
+        ``RankLeftError`` again instead, and runs no sum.
         """
         self._raise_again()
         self._close(Answers(0))
@@ -209,7 +209,10 @@ class LossGathers:
 
     @property
     def are_known(self) -> bool:
-        """Returns whether this rank remembers from an earlier update what a microbatch launches."""
+        """Returns whether this rank remembers from an earlier update what a microbatch launches.
+
+        It does not if gathers vary.
+        """
         return bool(self._known and self._known.get(self._key))
 
     def guard(self, num_microbatches: int, *, all_know: bool) -> None:
@@ -228,9 +231,10 @@ class LossGathers:
         self.log.listeners.append(self._guard.before_launch)
 
     def leave(self) -> bool:
-        """Stops the logs, and lets the guard do what the other ranks' gathers still wait for.
+        """Stops the logs, and runs the ``leave`` of the guard, if there is one.
 
-        Returns False if they would wait for ever: with axes, but without a guard.
+        Other ranks then do not wait for this one. Returns False if they would wait for ever: with
+        axes, but without a guard.
         """
         self.stop()
         if self._guard is None:
@@ -254,7 +258,7 @@ class LossGathers:
             axis.stop_gather_log()
 
     def describe(self) -> list[str]:
-        """Lists the launches as text in a roll call, else the units that have gathered params."""
+        """Lists, in order, launches as text in a roll call, else the units that gathered params."""
         if isinstance(self._guard, RollCall):
             return [f"{launch}" for launch in self.log.launches]
         return self.log.names
@@ -275,25 +279,29 @@ class LossGathers:
             self._known[self._key] = first
 
     def forget(self) -> None:
-        """Marks in ``known_launches`` that gathers vary, so that none are remembered again."""
+        """Marks in ``known_launches`` that gathers vary, so that none are remembered again.
+
+        There must be ``known_launches``.
+        """
         assert self._known is not None
         self._known[self._key] = []
 
 
 def gather_axes(params: Params, axis: ProcessAxis) -> list[ProcessAxis]:
-    """Lists the axes inside ``axis`` over which params are sharded, and a loss gathers them.
+    """Lists the axes over which params are sharded, if they are ``axis`` or its subaxes.
 
-    Each object comes once, as each has a log; equal axes may be several objects.
+    A loss gathers params over these. Each object comes once, as each has a log; equal axes may be
+    several objects.
     """
     gathered = shards_over(tree.shard_specs(tree.flatten(params)[1]), axis)
     return [*{id(spec.axis): spec.axis for spec in gathered.values()}.values()]
 
 
 def has_other_axes(params: Params, axes: Iterable[ProcessAxis]) -> bool:
-    """Returns whether params are sharded over ranks of an axis that is not in ``axes``.
+    """Returns whether params are sharded over a further axis of processes or threads.
 
-    So it is in tensor parallelism. Such ranks wait for each other inside the loss, where no session
-    can say that one has left.
+    An axis in ``axes`` does not count. So it is in tensor parallelism, whose ranks wait for each
+    other inside the loss, where no session can say that one has left.
     """
     gathered = [*axes]
     for shard_spec in tree.shard_specs(tree.flatten(params)[1]):
@@ -304,10 +312,10 @@ def has_other_axes(params: Params, axes: Iterable[ProcessAxis]) -> bool:
 
 
 def again_if_gathers_vary(step: FunctionT) -> FunctionT:
-    """Wraps a step, which runs once more if it raises ``GathersVaryError``, with roll calls then.
+    """Wraps a step to run once more if it raises ``GathersVaryError``.
 
-    So a loss may leave out a layer, as long as all ranks do. The first run has changed nothing but
-    torch's random generator. A second error is raised.
+    The second run has roll calls, so a loss may leave out a layer if all ranks do. The first run
+    has changed nothing but torch's random generator. An error of the second run is raised.
     """
 
     @wraps(step)

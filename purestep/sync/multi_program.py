@@ -112,8 +112,9 @@ class MultiProgramSession:
     ) -> TokenCounts:
         """Returns the sum of all ranks' counts, and compares what the ranks are about to do.
 
-        On the host, it raises if they differ or a rank has failed. On a device,
-        ``max_microbatches`` or ``all_reduce_grads`` raises.
+        On the host, it raises ``ValueError`` if they differ, or ``RankError`` if a rank has failed.
+        On a device, ``max_microbatches`` or ``all_reduce_grads`` raises. There, N is float64 on a
+        rank without microbatches. Unless ``gather`` is "step", logs of gathers start.
 
         Raises ``ValueError`` for tensors that autograd or a transform records. So it does for
         params on an accelerator if ranks are threads.
@@ -246,9 +247,11 @@ class MultiProgramSession:
     ) -> GradSums:
         """Returns the sums of all ranks' results; those without microbatches take part with zeros.
 
-        Raises ``ValueError`` if autograd or a transform records the sums, or if the aux or what
-        losses gather differ. Raises ``RankError`` if a rank has failed. If only some ranks have a
-        microbatch, losses cannot return aux.
+        Raises ``ValueError`` if autograd or a transform records the sums. It raises ``ValueError``,
+        too, if ranks differ in aux, in what losses gather, or in the buckets that were launched
+        early. If only some ranks have a microbatch, losses cannot return aux. Raises ``RankError``
+        if a rank has failed, and ``RankLeftError`` or ``OtherGatherError`` as the guard of gathers
+        does.
         """
         grads = tree.leaves(sums.grads)
         if tree.leaves_require_grad(grads):
@@ -354,10 +357,10 @@ class MultiProgramSession:
         return handshake.fingerprint_order(GATHER_ORDER, gathers)
 
     def _raise_why_ranks_left(self) -> None:
-        """Raises the errors of the ranks that left their losses, or in what the gathers differ.
+        """Raises ``RankError`` with the errors of ranks that left their losses, or ``ValueError``.
 
-        All ranks that got a ``RankLeftError`` call it. It ends their gathers, and sends the second
-        message.
+        The latter says in what the gathers differ. All ranks that got a ``RankLeftError`` call it.
+        It ends their gathers, and sends the second message.
         """
         self._gathers.leave()
         order = self._fingerprint_gathers()
@@ -395,8 +398,8 @@ class MultiProgramSession:
 
         On the host, all ranks then exchange their errors. Returns these texts, "" for a rank
         without an error, or an empty list if they cannot be exchanged. On a device, it sends
-        nothing after ``all_reduce_counts``. It sends nothing either if other ranks cannot learn of
-        it among gathers.
+        nothing after ``all_reduce_counts``. Among gathers, it sends nothing if other ranks cannot
+        learn of it, or if the error is a ``RankError``.
         """
         axis = self._axis
         awaits_counts = self._awaited == "counts"

@@ -42,9 +42,9 @@ def compare_replicas(
 ) -> bool:
     """Runs ``check_replicas``, which may raise; returns whether later steps can do without it.
 
-    Without sharded params no check runs. Otherwise checks are counted for each structure of params
-    and place: after one that returned True, or ``MAX_COMPARISONS`` of them, none runs.
-    ``comparisons`` is updated in place.
+    Without sharded params no check runs, and it returns True. Otherwise checks are counted for each
+    structure of params and place: after one that returned True, or ``MAX_COMPARISONS`` of them,
+    none runs. ``comparisons`` is updated in place.
     """
     _, spec = tree.flatten(params)
     shard_specs = tree.shard_specs(spec)
@@ -121,7 +121,7 @@ def check_replicas(params: Params, axis: Axis, sums: GradSums) -> bool:
 
 @contextmanager
 def _collect(errors: list[ValueError]) -> Iterator[None]:
-    """Appends a ``ValueError`` of the context to a list, instead of raising it."""
+    """Makes a context that appends a ``ValueError`` raised in it to a list, and ends it there."""
     try:
         yield
     except ValueError as error:
@@ -133,7 +133,8 @@ def _raise_together(
 ) -> None:
     """Raises the first error; on ranks that have none, ``ValueError`` if another rank has one.
 
-    Ranks of a single axis compare the same numbers, so they agree without a collective.
+    With several axes, the errors are counted by a collective over each. Ranks of a single axis
+    compare the same numbers, so they agree without a collective.
     """
     if len(axes) == 1:
         if errors:
@@ -151,9 +152,9 @@ def _raise_together(
 
 
 def _find_other_axes(axes_of_leaves: Sequence[Any], axis: Axis) -> list[Any]:
-    """Lists the axes of shards that share no ranks with the step's axis, but this one; each once.
+    """Lists, each once, the axes of shards that have only this rank in common with the step's axis.
 
-    Simulated axes are left out.
+    Axes whose ranks run one program are left out.
     """
     others: list[Any] = []
     for axes in dict.fromkeys(axes_of_leaves):
@@ -167,9 +168,9 @@ def _find_other_axes(axes_of_leaves: Sequence[Any], axis: Axis) -> list[Any]:
 def _measure(
     grads: Sequence[Tensor], axes_of_leaves: Sequence[Any], others: Sequence[Any]
 ) -> tuple[Tensor, Tensor]:
-    """Returns the squared norm of each leaf, and its projection on fixed numbers, in float64.
+    """Returns the squared norm of each leaf, and its dot product with fixed numbers, in float64.
 
-    Of a sharded leaf, both are sums over all its ranks, which call this together. The projection
+    Of a sharded leaf, both are sums over all its ranks, which call this together. The dot product
     tells gradients in different rows apart, whose norms may agree by chance. A leaf that is sharded
     over all ``others`` has zeros.
     """

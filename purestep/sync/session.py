@@ -79,9 +79,10 @@ class Session(Protocol):
     def grad_hook(
         self, params: Params, accum_dtype: torch.dtype | None
     ) -> GradHook | None:
-        """Returns the function that takes each leaf's final sum, and begins to reduce it at once.
+        """Returns a function that takes each leaf's final sum, and begins to reduce it at once.
 
-        Returns None where sums stay where they are until ``all_reduce_grads``.
+        The call ``hook(index, total)`` returns where the sum lies from then on. Returns None where
+        sums stay where they are until ``all_reduce_grads``.
         """
 
     def max_microbatches(self, num_microbatches: int) -> int:
@@ -137,9 +138,9 @@ class SPMDSession:
         opt_state: Tree,
         num_microbatches: int,
     ) -> TokenCounts:
-        """Returns the sum of all ranks' counts, by ``psum``, under any transform.
+        """Returns the sum of all ranks' counts, by ``psum``, under any transform; compares nothing.
 
-        Raises ``ValueError`` if a rank of a compiled step has no microbatch.
+        Raises ``ValueError`` if this rank of a compiled step has no microbatch.
         """
         if self.axis.is_multi_program and not num_microbatches:
             raise ValueError(

@@ -25,9 +25,10 @@ from purestep.testing.progress import Progress
 def main() -> int:
     """Prints a verdict for each part of each law; returns 1 if there are complaints, else 0.
 
-    A complaint is a failure that is not accepted, or an accepted one that no longer occurs.
-    ``--json`` and ``--html`` also write the verdicts to files. ``--write-accept`` writes the
-    failures, as accepted from now on, and returns 0. Wrong arguments raise ``SystemExit(2)``.
+    The trainer and all options come from the command line. A complaint is a failure that is not
+    accepted, or an accepted one that no longer occurs. ``--json`` and ``--html`` also write the
+    verdicts to files. ``--write-accept`` writes the failures, as accepted from now on, and returns
+    0. Wrong arguments raise ``SystemExit(2)``.
     """
     parser = _make_parser()
     options = parser.parse_args()
@@ -126,7 +127,7 @@ def _print_row(part_verdict: PartVerdict) -> None:
 
 
 def _write_files(options: argparse.Namespace, verdicts: Sequence[PartVerdict]) -> None:
-    """Writes the files that the options name."""
+    """Writes the files that ``--json``, ``--html`` and ``--write-accept`` name, if they are set."""
     if options.json:
         rows = [_verdict_as_dict(item, options.seed) for item in verdicts]
         options.json.write_text(json.dumps(rows, indent=1, allow_nan=False))
@@ -139,7 +140,10 @@ def _write_files(options: argparse.Namespace, verdicts: Sequence[PartVerdict]) -
 
 
 def _verdict_as_dict(part_verdict: PartVerdict, seed: str) -> dict[str, Any]:
-    """Returns a verdict as JSON has it, which knows no infinite size: None stands for it."""
+    """Returns a verdict as a dict for JSON, with the case as text and code.
+
+    None stands for an infinite size, which JSON does not know, and for a case that is not there.
+    """
     verdict = part_verdict.verdict
     row = verdict._asdict()
     case = verdict.case

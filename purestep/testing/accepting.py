@@ -23,10 +23,10 @@ class PartVerdict(NamedTuple):
 
     @property
     def complaint(self) -> str:
-        """Describes how the verdict differs from what is accepted, or is "".
+        """Describes how the verdict differs from what is accepted; returns "" if it does not.
 
-        A failure that is not accepted is described with its case. An accepted one that no longer
-        occurs is to be taken off the list.
+        A failure that is not accepted is described with its case. For an accepted one that no
+        longer occurs, the text says to take it off the list.
         """
         status = self.verdict.status
         if status in FAILURES:
@@ -40,9 +40,10 @@ class PartVerdict(NamedTuple):
 
 
 def split_verdict(verdict: Verdict, accepted: dict[str, str]) -> list[PartVerdict]:
-    """Lists the verdicts on the parts of a law, with what is accepted of each.
+    """Lists the verdicts on the parts of a law, with the status that is accepted for each, or "".
 
-    A law with a single part, or one that is not asked, has one verdict for all its parts.
+    A part without a verdict has that of the law. So it is in a law with a single part, or in one
+    whose parts were not judged.
     """
     law = verdict.law.name
     verdicts = []
@@ -55,9 +56,10 @@ def split_verdict(verdict: Verdict, accepted: dict[str, str]) -> list[PartVerdic
 
 
 def read_accepted(path: Path) -> dict[str, str]:
-    """Reads lines such as ``T1 unequal tokens: wrong  # why``, as statuses by law and part.
+    """Reads a file of lines such as ``T1 unequal tokens: wrong  # why``.
 
-    Raises ``ValueError`` for an unknown law, part or status.
+    Returns the status by law and part, such as "T1 unequal tokens". Comments and empty lines are
+    skipped. Raises ``ValueError`` for an unknown law, part or status.
     """
     accepted = {}
     for line in path.read_text(encoding="utf-8").splitlines():

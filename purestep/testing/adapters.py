@@ -100,7 +100,7 @@ class PureTrainer:
         ]
 
     def save(self) -> Any:
-        """Returns a deep copy of the state, which a step with ``donate=True`` would overwrite."""
+        """Returns a deep copy of all ranks' states: a donated step would write over them."""
         return copy.deepcopy(self._states)
 
     def load(self, saved: Any) -> None:
@@ -157,7 +157,7 @@ class Loop:
             self._model, self._optimizer = self._prepare(module, problem)
 
     def update(self, microbatches: Sequence[Batch]) -> None:
-        """Calls ``update`` on this rank's microbatches, and keeps what it reports."""
+        """Calls the function ``update`` on this rank's microbatches, and keeps what it reports."""
         reported = self._update(
             self._model,
             self._optimizer,
@@ -170,7 +170,8 @@ class Loop:
         """Returns copies of the full parameters by name, and what the last update reported.
 
         A first "module." of a name, which DistributedDataParallel adds, is left out. A DTensor is
-        gathered, which all ranks do together.
+        gathered, which all ranks do together. Raises ``TypeError`` for a report that
+        ``Observation`` has no field for.
         """
         params = {}
         for name, p in self._model.named_parameters():

@@ -136,7 +136,10 @@ def _find_disagreement(
     expected: Observation,
     bound: Bound,
 ) -> DisagreementError | None:
-    """Returns the error of the first rank of either run that is not as expected, or None."""
+    """Returns the error of the first rank of either run that is not as expected, or None.
+
+    Differences up to ``bound`` are expected.
+    """
     try:
         _check_ranks(case, first, expected, bound, 1.0)
         _check_ranks(case, second, expected, bound, case.scale)
@@ -148,10 +151,11 @@ def _find_disagreement(
 def _measure_moves(
     trainer: Trainer, case: Case, before: Observation, nudge: float
 ) -> Bound:
-    """Measures how far nudges of the start move the first run: the most of a few.
+    """Measures how far nudges of the start move each param and report of the first run.
 
-    A trainer whose run cannot be repeated to the bit does not move: its differences are no
-    rounding. Neither does one that raises.
+    Returns the largest distances of ``NUDGES`` nudges. They are 0 for a trainer whose run cannot be
+    repeated to the bit: its differences are no rounding. They stop growing where the trainer
+    raises.
     """
     moves = Bound(dict.fromkeys(before.params, 0.0), dict.fromkeys(REPORTS, 0.0))
     assert case.first is not None
@@ -210,9 +214,10 @@ def _expect(
 ) -> Observation:
     """Returns what both runs have to agree with: the first run's observation.
 
-    The reference computes its evaluation anew in two cases. Where the batch has "key", with which
+    In two cases its ``evaluation`` is that of the reference. Where the batch has "key", with which
     the trainer drops elements in training, the reference drops none. Where the reference itself did
-    the first run, and the second run evaluates averages, these are the parameters.
+    the first run, and the second run evaluates averages, these are the parameters, and
+    ``averages``.
     """
     params = first.params if first.averages is None else first.averages
     if case.first is None and second.averages is not None:
@@ -237,10 +242,10 @@ def _check_ranks(
     bound: Bound,
     scale: float,
 ) -> None:
-    """Raises ``DisagreementError`` if a rank's params or reports are not those of ``expected``.
+    """Raises ``DisagreementError`` if a rank's params, averages or reports are not as expected.
 
-    They may differ by rounding. The count of tokens must be ``scale`` times that of ``expected``. A
-    report that is None on either side is not compared.
+    They may differ from those of ``expected`` by rounding. The count of tokens must be ``scale``
+    times that of ``expected``. Averages or a report that is None on either side are not compared.
     """
     start = case.problem.params()
     for rank, observation in enumerate(seen):
