@@ -95,7 +95,8 @@ def said_by(trainer: Any, momentum: float = 0.0) -> Said | None:
         return Said(Problem(task, Linear([0, 0], 0, dtype), RATE, momentum), "bias")
     if isinstance(task.model, Bigram):
         model = Bigram(torch.ones(2, 1, dtype=dtype), torch.zeros(2, 1, dtype=dtype))
-        return Said(Problem(task, model, RATE, momentum), "head.weight")
+        shifts = task.name == "next tokens of logits"
+        return Said(Problem(task, model, RATE, momentum), "head.weight", shifts)
     kind = type(task.model).__name__
     if kind not in HEADS_OF_TOKENS or task.name in ("policy gradient", "preferences"):
         return None

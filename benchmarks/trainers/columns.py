@@ -18,6 +18,7 @@ from benchmarks.trainers import (
     with_torchtune,
     with_transformers,
     with_trl,
+    with_tunix,
 )
 from benchmarks.trainers.column import Column
 
@@ -38,6 +39,7 @@ PROJECTS: dict[str, list[Column]] = {
     "mlx-lm": with_mlx.COLUMNS,
     "TorchOpt": with_torchopt.COLUMNS,
     "optax": with_jax.COLUMNS,
+    "tunix": with_tunix.COLUMNS,
     "purestep": with_purestep.COLUMNS,
 }
 """The columns of each project."""

@@ -102,6 +102,7 @@ HISTORY = [
     ("transformers", "#35808, #45305", "2025, 2026", "divided by the number of microbatches as well, or multiplied by it", "T1"),
     ("transformers", "#37208, #37766, #47688", "2025, 2026", "the count is accepted and ignored", "T1"),
     ("transformers", "#35078", "2024", "a factor of training is used in evaluation", "T1, evaluation"),
+    ("tunix", "1acb8de, 59deac3", "2026", "mean of microbatch means, until after 0.1.7", "T1"),
     ("torchtitan", "#4194", "2026", "normalised after the backward pass: the loss is right, the gradient N times too large", "T0"),
     ("torchtitan", "#1732", "2025", "gradients scaled at every microbatch: a decaying average", "T1"),
     ("miles", "#3231", "2026", "no normaliser: the rate follows the number of tokens", "T0"),
@@ -116,6 +117,7 @@ HISTORY = [
     ("verl; torchtitan", "#6176; #1618", "2026; 2025", "ranks have different numbers of microbatches: a hang", "T2, unequal numbers"),
     ("nanochat; axolotl", "#177; #3688", "2025; 2026", "tokens per second off by K, or with padding", "T4, reports"),
     ("torchtune; NeMo-RL", "#2240; #1426", "2025", "the norm of one rank, or summed over microbatches", "T1, T2, reports"),
+    ("tunix", "31733c7, 659881f", "2026", "the mean of the norms of microbatches; later the norm, divided by their number", "T1, reports"),
     ("Megatron-LM; Automodel", "#1652, #3672; #1408, #3359", "2025, 2026", "auxiliary losses scaled by local tokens, or not at all", "none: a black box has no such loss"),
     ("torchtune; Accelerate", "#1275; #3762", "2024; 2025", "gradients are reduced at every microbatch: right, but slow", "none: a black box has no traffic"),
 ]  # fmt: skip

@@ -15,6 +15,7 @@ FOLDERS = {
     "LLAMA_FACTORY": "llamafactory",
     "OLMO_CORE": "olmo",
     "TORCHOPT": "",
+    "TUNIX": "tunix",
 }
 """Where each page's packages are, below ``build``."""
 EMPTY = """from benchmarks.trainers.absent import find_empty
