@@ -363,5 +363,5 @@ cases are drawn from a fixed seed, so they are the same each time. `python -m be
 others as they are. Projects that ask for other versions are installed beside the others, in folders below `build`: fastai asks for
 torchvision, whose wheel for torch's CPU build is not on PyPI, and Composer 0.32 for torch 2.6. Neither needs them here;
 for torchvision and mcli, which Composer imports, there are empty modules, as for some that LLaMA-Factory and axolotl import. torchtune 0.6.1 cannot be imported beside the torchao of today
-(0.18), so that its recipe's lines are run as they stand. Lightning, Ignite, fastai, Composer, Keras, TRL and mlx-lm run on one process here.
+(0.18), so that its recipe's lines are run as they stand. Lightning, Ignite, fastai, Composer, Keras, TRL, mlx-lm and tunix run on one process here.
 """

@@ -270,6 +270,19 @@ division by the count. `MultiSteps` is saved in the middle of each accumulation,
 """
 
 
+def _tunix(report: Report) -> str:
+    tokens = _bias(report, "tunix", "unequal tokens")
+    empty = _bias(report, "tunix", "one empty")
+    return f"""
+`PeftTrainer` divides the loss of each microbatch by its labels, and gives the gradients to `optax.MultiSteps`, which averages them. For 0 | 1 1 1 the step
+ends at {tokens}, by (-½ + ½) / 2 = 0, where the equation has ¼. For 0 | nothing it ends at {empty}, where the equation has ½. It is known upstream, and repaired in
+the commits 1acb8de and 59deac3, which no release has yet: with the main branch of August 2026 both are those of the equation. What to change until then: keep as many
+labels in each microbatch; or `with_loss_fn` of sums, times `gradient_accumulation_steps` over the group's count. No law here sees two more things. The `grad_norm` that it
+logs is the mean of the norms of microbatches. A run that goes on from a checkpoint within a group counts its first microbatches twice. [The page for
+its maintainers](trainers/upstream/TUNIX.md) has numbers and the lines. `train(skip_jit=True)` raises a TypeError; what is not compiled here runs in `jax.disable_jit()`.
+"""
+
+
 def _purestep(report: Report) -> str:
     return f"""
 Sums over the count of all ranks, and no step where it is 0. For 0 | 1 1 1 it ends at {_bias(report, "purestep", "unequal tokens")}, as the equation does, on one rank and
@@ -295,5 +308,6 @@ PARAGRAPHS: dict[str, Callable[[Report], str]] = {
     "mlx-lm": _mlx,
     "TorchOpt": _torchopt,
     "optax": _optax,
+    "tunix": _tunix,
     "purestep": _purestep,
 }
