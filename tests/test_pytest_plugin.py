@@ -153,7 +153,6 @@ REFUSED = {
     "mine:right --trainer-accept none.txt": "No such file.*none.txt",
 }
 REFUSE = f"""
-import sys
 import pytest
 
 for options in {[*REFUSED]}:

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,18 +58,15 @@ class _Embeddings:
         self.parameters = model.parameters
 
 
+def logits_task(like: Task) -> Task:
+    """Returns the task for a model that returns logits, where ``like`` has transformers' output."""
+    return replace(like, name="next tokens of logits", losses=next_losses)
+
+
 def olmo_task(model: Any) -> Task:
     """Next tokens."""
     like = causal_lm(_Embeddings(model))  # type: ignore[arg-type]
-    return Task(
-        "next tokens of logits",
-        next_losses,
-        like.weights,
-        like.ignored,
-        like.roundings,
-        model,
-        like.vocabulary,
-    )
+    return replace(logits_task(like), model=model)
 
 
 def ignore(*args: Any, **more: Any) -> None:

@@ -9,28 +9,18 @@ import torch
 
 from benchmarks.trainers.column import Column, bigram
 from benchmarks.trainers.with_jax import sgd
-from benchmarks.trainers.with_olmo import next_losses
+from benchmarks.trainers.with_olmo import logits_task
 from purestep.testing.problem import Batch, Problem, Task, causal_lm
 from purestep.testing.trainer import Capabilities, Group, Observation
 
 
 def next_tokens() -> Task:
-    """Next tokens, of a bigram model in float32, which JAX computes in unless told otherwise."""
-    model = bigram(torch.float32)
-    like = causal_lm(model)
-    return Task(
-        "next tokens of logits",
-        next_losses,
-        like.weights,
-        like.ignored,
-        like.roundings,
-        model,
-        like.vocabulary,
-    )
+    """Returns next tokens of a bigram model in float32, the dtype of JAX by default."""
+    return logits_task(causal_lm(bigram(torch.float32)))
 
 
 def twin(params: dict[str, torch.Tensor]) -> Any:
-    """The bigram model as a module of flax, called as tunix calls its models."""
+    """Makes the bigram model as a module of flax, called as tunix calls its models."""
     from flax import nnx
     from jax import numpy as jnp
 
@@ -48,7 +38,7 @@ def twin(params: dict[str, torch.Tensor]) -> Any:
 
 
 def batch_of(batch: Batch) -> dict[str, Any]:
-    """What a data set of tunix's has: ``input_mask`` says which tokens count."""
+    """Returns a batch as tunix's data sets have it; ``input_mask`` says which tokens count."""
     from jax import numpy as jnp
 
     return {
@@ -59,7 +49,7 @@ def batch_of(batch: Batch) -> dict[str, Any]:
 
 
 def model_input(batch: dict[str, Any]) -> dict[str, Any]:
-    """The ``input_fn`` of the quickstart."""
+    """Returns the model's inputs, as the ``input_fn`` of the quickstart does."""
     from tunix.sft import utils
 
     return {
@@ -71,7 +61,11 @@ def model_input(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 class Tunix:
-    """A trainer for each update, as its number of microbatches is in the configuration; each goes on with the optimizer of the one before."""
+    """Trains by tunix, with a new trainer for each update.
+
+    The number of microbatches is in a trainer's configuration. Each goes on with the optimizer of
+    the one before.
+    """
 
     capabilities = Capabilities(weights="mask", dtype=torch.float32, task=next_tokens())
     settings = ("jax.disable_jit()", "compiled")
@@ -80,11 +74,14 @@ class Tunix:
         self._setting = self.settings[0]
 
     def select_setting(self, setting: str) -> None:
-        """Whether JAX compiles the step; it does not but for this law, as there is another shape in each case."""
+        """Selects whether JAX compiles the step. It does for this law alone.
+
+        The shapes of each case are others, so compilation would take most of the time.
+        """
         self._setting = setting
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """At the problem's own parameters."""
+        """Begins at the problem's parameters."""
         self._problem = problem
         self._model = twin(problem.params())
         self._trainer = self._trainer_for(1)
@@ -102,7 +99,7 @@ class Tunix:
         return trainer.with_gen_model_input_fn(model_input)
 
     def update(self, group: Group) -> None:
-        """``train`` on a data set of the microbatches."""
+        """Calls ``train`` on a data set of the microbatches."""
         import jax
         from flax import nnx
 
@@ -117,7 +114,7 @@ class Tunix:
         self._loss = float(trainer.metrics_logger.get_metric("", "loss", "train"))
 
     def observe(self) -> Sequence[Observation]:
-        """The parameters, as torch's, and the loss that it has logged."""
+        """Returns the parameters as tensors of torch, and the loss that tunix has logged."""
         import numpy as np
 
         params = {
@@ -132,7 +129,7 @@ class Tunix:
         ]
 
     def save(self) -> Any:
-        """A checkpoint of tunix's."""
+        """Saves a checkpoint by tunix, and returns its folder."""
         from tunix.sft.checkpoint_manager import CheckpointManager
 
         folder = tempfile.TemporaryDirectory()
@@ -141,7 +138,7 @@ class Tunix:
         return folder
 
     def load(self, saved: Any) -> None:
-        """A new trainer restores the latest checkpoint of its folder."""
+        """Makes a new trainer, which restores the latest checkpoint of the folder."""
         self._trainer = self._trainer_for(1, saved.name)
         self._trainer.checkpoint_manager.close()
 
