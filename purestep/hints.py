@@ -15,22 +15,45 @@ from purestep import tree
 from purestep.counts import IGNORE_INDEX
 from purestep.types import Microbatch, OptState, Params
 
-_REDUCTION = re.compile(
-    r"unexpected keyword argument '(reduction|size_average|reduce)'"
+_NOTES = {
+    r"unexpected keyword argument '(reduction|size_average|reduce)'": (
+        "ps.losses return one loss per token, as reduction='none' of torch's: leave the argument "
+        "out, since the step sums the losses and divides once"
+    ),
+    r"Expected target size|Expected input batch_size|size mismatch.*target": (
+        "torch's cross_entropy wants classes in the second dimension: pass logits.mT, or take "
+        "ps.losses.cross_entropy(logits, labels)"
+    ),
+    r"Target -?\d+ is out of bounds": (
+        "labels are class numbers, from 0 to the number of logits less 1: mark a token that does "
+        f"not count by {IGNORE_INDEX}, as labels.masked_fill(labels == -1, {IGNORE_INDEX}) does"
+    ),
+    r"a leaf Variable that requires grad is being used in an in-place operation": (
+        "loss_fn writes to params in place: compute a new tensor, and pass it on in a new tree, as "
+        "{**params, name: tensor}"
+    ),
+}
+"""Notes on errors of torch, by a pattern of the error's text."""
+
+_MIXED = re.compile(
+    r"(same|expected) device|dtypes? match|expected scalar type|(have|be) the same"
 )
-_TARGET_SIZE = re.compile(
-    r"Expected target size|Expected input batch_size|size mismatch.*target"
-)
+"""Finds torch's errors for operands on different devices, or of different dtypes."""
+
+MAX_NAMES = 8
+"""How many names of params an error lists."""
 
 
 @contextmanager
-def annotate_loss_errors(first: str, microbatch: Microbatch) -> Iterator[None]:
+def annotate_loss_errors(
+    first: str, params: Params, microbatch: Microbatch
+) -> Iterator[None]:
     """Adds notes to an error that a loss raises in this context, and raises it again.
 
     The notes say how ``loss_fn`` is called, with ``first`` as its first argument. After a
-    ``KeyError`` they list the microbatch's fields, if it is a mapping. They also say what to do
-    where torch refuses the targets' shape, and where a loss of ``ps.losses`` takes no
-    ``reduction``.
+    ``KeyError`` they list names: those of the microbatch if it is a mapping, and those of params if
+    neither has the key. Where devices or dtypes are mixed, they name a tensor of the microbatch
+    that differs from params. They also explain errors of torch that are common in a first hour.
     """
     try:
         yield
@@ -39,19 +62,65 @@ def annotate_loss_errors(first: str, microbatch: Microbatch) -> Iterator[None]:
             f"raised in loss_fn, which is called as loss_fn({first}, microbatch): {first} first, "
             "and a microbatch of the group second"
         )
-        if isinstance(error, KeyError) and isinstance(microbatch, Mapping):
-            error.add_note(f"this microbatch has {[*microbatch]}")
-        if _REDUCTION.search(str(error)):
-            error.add_note(
-                "ps.losses return one loss per token, as reduction='none' of torch's: leave the "
-                "argument out, since the step sums the losses and divides once"
-            )
-        if _TARGET_SIZE.search(str(error)):
-            error.add_note(
-                "torch's cross_entropy wants classes in the second dimension: pass logits.mT, or "
-                "take ps.losses.cross_entropy(logits, labels)"
-            )
+        text = str(error)
+        notes = [note for pattern, note in _NOTES.items() if re.search(pattern, text)]
+        if isinstance(error, KeyError):
+            notes += _list_names(error, params, microbatch)
+        if _MIXED.search(text):
+            notes += _describe_mixed(params, microbatch)
+        for note in notes:
+            error.add_note(note)
         raise
+
+
+def _list_names(error: KeyError, params: Params, microbatch: Microbatch) -> list[str]:
+    """Lists the names in the microbatch, and in params if neither has the key that is missing.
+
+    >>> _list_names(KeyError("head"), {"tail": 1}, {"x": 2})[0]
+    "this microbatch has ['x']"
+    """
+    notes = []
+    if isinstance(microbatch, Mapping):
+        notes.append(f"this microbatch has {[*microbatch]}")
+    key = error.args[0] if error.args else None
+    is_known = any(isinstance(x, Mapping) and key in x for x in (params, microbatch))
+    if isinstance(params, Mapping) and not is_known:
+        names = [*params][:MAX_NAMES]
+        more = f" and {len(params) - MAX_NAMES} more" if len(params) > MAX_NAMES else ""
+        notes.append(
+            f"params has {names}{more}; tied parameters have one leaf, under the first of their "
+            "names"
+        )
+    return notes
+
+
+def _describe_mixed(params: Params, microbatch: Microbatch) -> list[str]:
+    """Names the first tensor of the microbatch on another device, or of another float dtype.
+
+    Returns no note if all are as the first param.
+
+    >>> _describe_mixed(torch.ones(1), torch.ones(1, dtype=torch.half))[0]
+    'params are torch.float32, but microbatch is torch.float16: cast it, as by .to(torch.float32)'
+    """
+    like = next(iter(tree.leaves(params)), None)
+    if like is None:
+        return []
+    data = tree.mappings_to_dicts(microbatch)
+    paths = tree.paths(data, "microbatch")
+    for path, leaf in zip(paths, tree.leaves(data), strict=True):
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.device != like.device:
+            return [
+                f"params are on {like.device}, but {path} is on {leaf.device}: move one of them, "
+                f'or copy each group by ps.prefetch(groups, "{like.device}")'
+            ]
+        if leaf.is_floating_point() and leaf.dtype != like.dtype:
+            return [
+                f"params are {like.dtype}, but {path} is {leaf.dtype}: cast it, as by "
+                f".to({like.dtype})"
+            ]
+    return []
 
 
 @contextmanager

@@ -121,7 +121,8 @@ def make_update_step(
         accum_dtype: the dtype of the sums. None: float32 for half precision, else that of params.
         gather: sharded params are gathered per "step", per "microbatch", or inside the "loss".
         on_nonfinite: "propagate" an infinite or NaN gradient, or "skip" the step on every rank.
-        donate: reuse the memory of ``params`` and ``opt_state``. You must not use them again.
+        donate: reuse the memory of ``params`` and ``opt_state``. You must not use them again: old
+            tensors hold the new values. To compare, keep ``ps.tree.map(torch.clone, params)``.
         compile: compile what a microbatch runs, by ``torch.compile`` or by a function like it.
 
     >>> import torch

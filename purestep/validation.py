@@ -342,7 +342,8 @@ def forbid_writes(leaves: Sequence[Tensor], spec: tree.TreeSpec) -> Iterator[Non
         if version_counter(leaves[position]) != before:
             raise ValueError(
                 f"loss_fn wrote to {_path_in(spec, position)} in place, which is the caller's: "
-                "compute a new tensor, or give a module that updates its buffers a clone of them"
+                "compute a new tensor, and pass {**params, name: tensor} to apply; or give a "
+                "module that updates its buffers a clone of them"
             )
 
 

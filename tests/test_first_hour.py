@@ -68,6 +68,34 @@ def donate(keep: Callable[[Any], Any]) -> None:
     keep(params)
 
 
+def step_with(**data: Tensor) -> None:
+    """Runs one update on data of another kind than the params."""
+    step_on_data = ps.make_update_step(
+        lambda p, m: m["x"] @ p["w"], SGD, weight_fn=lambda m: torch.ones(2)
+    )
+    params = {"w": torch.ones(3)}
+    step_on_data(params, SGD.init(params), [data])
+
+
+def read_a_tied_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    params, _ = ps.from_module(model)
+    step = ps.make_update_step(
+        lambda p, m: m["x"] @ p["1.weight"], SGD, weight_fn=lambda m: m["x"][:, 0]
+    )
+    step(params, SGD.init(params), [{"x": torch.ones(2, 2)}])
+
+
+def pad_labels_by_minus_one() -> None:
+    logits, labels = torch.ones(2, 3), torch.tensor([-1, 0])
+    step_on(lambda p, m: ps.losses.cross_entropy(logits * p["w"], labels))
+
+
+def normalize_in_place() -> None:
+    step_on(lambda p, m: p["w"].div_(2) * m["x"])
+
+
 CASES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "for microbatches in ps.group", pass_a_loader),
     (KeyError, r"this microbatch has \['x'", misspell_a_field),
@@ -78,6 +106,38 @@ CASES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         TypeError,
         "ps.losses return one loss per token",
         lambda: step_on(lambda p, m: PS.losses.mse(p["w"], m["x"], reduction="mean")),
+    ),
+    (
+        RuntimeError,
+        r"params are on cpu, but microbatch\['x'\] is on meta: .* ps.prefetch\(groups",
+        lambda: step_with(x=torch.ones(2, 3, device="meta")),
+    ),
+    (
+        RuntimeError,
+        r"params are torch.float32, but microbatch\['x'\] is torch.float64: cast it",
+        lambda: step_with(x=torch.ones(2, 3, dtype=torch.float64)),
+    ),
+    (
+        KeyError,
+        r"params has \['0.weight'\]; tied parameters have one leaf",
+        read_a_tied_name,
+    ),
+    (IndexError, r"masked_fill\(labels == -1, -100\)", pad_labels_by_minus_one),
+    (RuntimeError, r"\{\*\*params, name: tensor\}", normalize_in_place),
+    (
+        TypeError,
+        r"optimizer takes no parameters: write .* optimizer.init\(params\)",
+        lambda: PS.optim.adamw(nn.Linear(1, 1).parameters()),
+    ),
+    (
+        TypeError,
+        "optimizer takes no parameters",
+        lambda: PS.optim.adamw([*nn.Linear(1, 1).parameters()]),
+    ),
+    (
+        TypeError,
+        r"learning_rate= here, and an optimizer takes no parameters",
+        lambda: PS.optim.adamw(nn.Linear(1, 1).parameters(), lr=0.1),
     ),
     (AttributeError, "no 'step': ps.make_update_step", lambda: SGD.step()),
     (AttributeError, "has no 'steps'$", lambda: SGD.steps()),
@@ -135,6 +195,24 @@ def test_groups_of_a_second_epoch() -> None:
     assert [*groups] == [[0, 1], [2]]
     with pytest.warns(UserWarning, match="call ps.group again for each epoch"):
         assert [*groups] == []
+
+
+@pytest.mark.parametrize(
+    ("batches", "last", "message"),
+    [(iter([]), "keep", "batches has none"), ([1, 2], "drop", "has 2, fewer than k=3")],
+)
+def test_data_without_one_group(batches: Any, last: Any, message: str) -> None:
+    with pytest.warns(UserWarning, match=message):
+        assert [*ps.group(batches, 3, last)] == []
+
+
+def test_the_end_of_an_epoch_is_no_mistake() -> None:
+    assert [*ps.group(iter([1, 2]), 2, start=2)] == []
+
+
+def test_a_schedule_is_plotted() -> None:
+    schedule = ps.optim.warmup_cosine_decay_schedule(0.0, 1.0, 1, 3)
+    assert [schedule(step).item() for step in range(4)] == [0.0, 1.0, 0.5, 0.0]
 
 
 def test_a_folder_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:

@@ -115,6 +115,8 @@ class Groups(Iterator[list[Microbatch]]):
         self, batches: Iterable[Microbatch], k: int, last: Last, start: int
     ) -> None:
         self._batches = iter(batches)
+        # A list without batches is ordinary, as on a rank without data.
+        self._is_stream = isinstance(batches, DataLoader | Iterator)
         self._k = k
         self._last = last
         self._num_to_skip = start
@@ -147,12 +149,28 @@ class Groups(Iterator[list[Microbatch]]):
         self._pending = []
         is_short = len(microbatches) < self._k
         if not microbatches or (is_short and self._last == "drop"):
+            is_first = self.position == 0 and not self._is_used_up
+            if is_first and (microbatches or self._is_stream):
+                self._warn_of_no_group(len(microbatches))
             self._is_used_up = True
             raise StopIteration
         if is_short and self._last == "raise":
             raise DataExhausted(len(microbatches), self._k)
         self.position += len(microbatches)
         return microbatches
+
+    def _warn_of_no_group(self, num_found: int) -> None:
+        """Warns that the batches do not make one group, so a loop over the groups does nothing."""
+        cause = (
+            "batches has none: a generator is used up after one loop, and a DataLoader with "
+            "drop_last=True leaves out what is fewer than batch_size"
+        )
+        if num_found:
+            cause = (
+                f"batches has {num_found}, fewer than k={self._k}, and last='drop' leaves "
+                "them out"
+            )
+        warnings.warn(f"ps.group yields no group: {cause}", stacklevel=3)
 
 
 def _uses_global_generator(batches: Any) -> bool:

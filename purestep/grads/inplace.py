@@ -52,7 +52,7 @@ def inplace_backward(
         backward_notes: AbstractContextManager[None] = nullcontext()
         if inputs.needs_checks:
             first = "params" if own_leaves is None else "model"
-            notes = hints.annotate_loss_errors(first, inputs.microbatch)
+            notes = hints.annotate_loss_errors(first, params, inputs.microbatch)
             backward_notes = hints.annotate_backward_errors()
         with torch.enable_grad(), notes:
             terms, cotangents, weights, aux = forward_microbatch(

@@ -27,7 +27,11 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.schedules import SCHEDULER_HINT, is_scheduler
+from purestep.optim.schedules import (
+    PARAMETERS_HINT,
+    SCHEDULER_HINT,
+    is_scheduler,
+)
 from purestep.types import OptState, Params, StateT, Tree
 
 Update: TypeAlias = Callable[[Tree, OptState, Params], tuple[Tree, OptState]]
@@ -134,7 +138,11 @@ def explain_torch_names(
     def make_or_raise(*args: Arguments.args, **kwargs: Arguments.kwargs) -> ResultT:
         for name, name_here in _TORCH_NAMES.items():
             if name in kwargs:
-                raise TypeError(f"{name}= of torch.optim is {name_here} here")
+                text = f"{name}= of torch.optim is {name_here} here"
+                # Beside lr=, a first argument is the parameters.
+                if name == "lr" and args:
+                    text += f", and an optimizer {PARAMETERS_HINT}"
+                raise TypeError(text)
         return make(*args, **kwargs)
 
     return make_or_raise

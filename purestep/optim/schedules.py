@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from typing import TypeAlias
 
@@ -11,6 +11,9 @@ from torch import Tensor
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
 """``schedule(step) -> learning_rate``; ``step`` is a scalar int64 tensor that counts from 0."""
+
+PlottedSchedule: TypeAlias = Callable[[Tensor | float], Tensor]
+"""A schedule that also takes a number, as ``[schedule(i) for i in range(100)]`` does to plot it."""
 
 LearningRate: TypeAlias = float | Tensor | Schedule
 """A number, a scalar tensor (differentiated, or batched over an ensemble), or a schedule."""
@@ -33,12 +36,14 @@ def evaluate_rate(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
 def check_rate(learning_rate: object) -> None:
     """Raises TypeError unless this is a number, a tensor, or a function of the step.
 
-    Classes and torch's schedulers raise, too.
+    Classes, torch's schedulers, and parameters, as ``torch.optim`` takes them, raise, too.
     """
     if is_scheduler(learning_rate):
         raise TypeError(
             f"learning_rate is a scheduler of torch.optim, which {SCHEDULER_HINT}"
         )
+    if isinstance(learning_rate, Iterator) or _holds_parameters(learning_rate):
+        raise TypeError(f"an optimizer {PARAMETERS_HINT}")
     is_class = isinstance(learning_rate, type)
     is_number = isinstance(learning_rate, Real | Tensor)
     if is_class or not (is_number or callable(learning_rate)):
@@ -46,6 +51,12 @@ def check_rate(learning_rate: object) -> None:
             "learning_rate must be a number, a scalar tensor or a schedule, which is a function of "
             f"the step, got {type(learning_rate).__name__}"
         )
+
+
+def _holds_parameters(value: object) -> bool:
+    """Returns whether this is a list of ``nn.Parameter``, or of groups, as of ``torch.optim``."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, torch.nn.Parameter | dict)
 
 
 def is_scheduler(value: object) -> bool:
@@ -61,9 +72,15 @@ SCHEDULER_HINT = (
 )
 
 
+PARAMETERS_HINT = (
+    "takes no parameters: write optimizer = ps.optim.adamw(1e-3), and pass the params to "
+    "optimizer.init(params)"
+)
+
+
 def linear_schedule(
     init_value: float, end_value: float, transition_steps: int
-) -> Schedule:
+) -> PlottedSchedule:
     """Moves from ``init_value`` to ``end_value`` in a straight line, then stays constant.
 
     The line takes ``transition_steps``. Raises ``ValueError`` unless that is positive. The schedule
@@ -74,7 +91,7 @@ def linear_schedule(
     """
     _check_steps("transition_steps", transition_steps)
 
-    def schedule(step: Tensor) -> Tensor:
+    def schedule(step: Tensor | float) -> Tensor:
         progress = _progress(step, transition_steps)
         return init_value + (end_value - init_value) * progress
 
@@ -83,7 +100,7 @@ def linear_schedule(
 
 def cosine_decay_schedule(
     init_value: float, decay_steps: int, alpha: float = 0.0
-) -> Schedule:
+) -> PlottedSchedule:
     """Moves from ``init_value`` to ``alpha * init_value`` along half a cosine, then stays constant.
 
     The cosine takes ``decay_steps``. Raises ``ValueError`` unless that is positive. The schedule
@@ -94,7 +111,7 @@ def cosine_decay_schedule(
     """
     _check_steps("decay_steps", decay_steps)
 
-    def schedule(step: Tensor) -> Tensor:
+    def schedule(step: Tensor | float) -> Tensor:
         progress = _progress(step, decay_steps)
         cosine = (1 + torch.cos(math.pi * progress)) / 2
         return init_value * ((1 - alpha) * cosine + alpha)
@@ -108,7 +125,7 @@ def warmup_cosine_decay_schedule(
     warmup_steps: int,
     decay_steps: int,
     end_value: float = 0.0,
-) -> Schedule:
+) -> PlottedSchedule:
     """Rises to ``peak_value`` in ``warmup_steps``, then falls to ``end_value`` along a cosine.
 
     It starts at ``init_value``, in a straight line, and stays at ``end_value``. As in optax,
@@ -133,7 +150,7 @@ def warmup_cosine_decay_schedule(
 
 def join_schedules(
     schedules: Sequence[Schedule], boundaries: Sequence[int]
-) -> Schedule:
+) -> PlottedSchedule:
     """Runs each schedule until its boundary, then the next one, which counts from 0 again.
 
     The next one starts at the step of the boundary. All schedules are called at every step, but
@@ -164,7 +181,8 @@ def join_schedules(
         last_steps.append(end - start - 1)
     last_steps.append(None)
 
-    def schedule(step: Tensor) -> Tensor:
+    def schedule(step: Tensor | float) -> Tensor:
+        step = _as_tensor(step)
         local_step = step.clamp(min=0, max=last_steps[0])
         rate = schedules[0](local_step)
         for number, start in enumerate(boundaries, 1):
@@ -176,9 +194,14 @@ def join_schedules(
     return schedule
 
 
-def _progress(step: Tensor, num_steps: int) -> Tensor:
+def _progress(step: Tensor | float, num_steps: int) -> Tensor:
     """Returns ``step / num_steps`` in float64, or the nearer of 0 and 1 beyond these."""
-    return (step.to(torch.float64) / num_steps).clamp(0, 1)
+    return (_as_tensor(step).to(torch.float64) / num_steps).clamp(0, 1)
+
+
+def _as_tensor(step: Tensor | float) -> Tensor:
+    """Returns the step as a tensor."""
+    return step if isinstance(step, Tensor) else torch.tensor(step)
 
 
 def _check_steps(name: str, steps: int) -> None:
