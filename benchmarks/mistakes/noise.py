@@ -222,4 +222,15 @@ MISTAKES = [
         ),
         base="Evaluator",
     ),
+    Mistake(
+        "one of the ways to compute a gradient recomputes with other noise",
+        replace(
+            "self.losses(batch)",
+            "self.losses({**batch, 'key': batch['key'] + 7 * (self.setting == 'grad')}"
+            " if 'key' in batch else batch)",
+        ),
+        base="Switch",
+        law="T17",
+        required=True,
+    ),
 ]

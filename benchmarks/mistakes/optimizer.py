@@ -297,4 +297,21 @@ MISTAKES = [
         law="T16",
         required=True,
     ),
+    Mistake(
+        "tokens consumed before are those of the first microbatch, times the number of microbatches",
+        [
+            ("self.consumed += self.consume(group, count)\n", ""),
+            (
+                'options["lr"] = 0.2 / (1 + self.consumed / 8)',
+                'options["lr"] = 0.2 / (1 + self.consumed / 8)\n'
+                "self.consumed += sum(\n"
+                "    len(share) * float(self.problem.weights(share[0]).sum())\n"
+                "    for share in group if share\n"
+                ")",
+            ),
+        ],
+        base="TokenSchedule",
+        law="T1",
+        required=True,
+    ),
 ]

@@ -301,69 +301,6 @@ class Masked:
         return [Observation(params, loss=self.loss, num_tokens=self.tokens)]
 
 
-class Switch:
-    """With settings: by backward, by autograd.grad, or row by row."""
-
-    capabilities = Capabilities()
-    settings = ("backward", "grad", "rows")
-    setting = "backward"
-    model: Any
-    metrics: dict[str, Any]
-
-    def select_setting(self, setting: str) -> None:
-        self.setting = setting
-
-    def start(self, problem: Problem, ranks: int) -> None:
-        self.problem, self.model = problem, problem.module()
-        self.way = {"backward": self.backward, "grad": self.grad, "rows": self.rows}[
-            self.setting
-        ]
-        self.optimizer = problem.optimizer(self.model)
-        self.metrics = {}
-
-    def share(self, batch: Batch, count: float) -> Tensor:
-        return (
-            self.problem.losses(self.model, batch) * self.problem.weights(batch)
-        ).sum() / count
-
-    def backward(self, microbatches: Sequence[Batch], count: float) -> float:
-        loss = 0.0
-        for batch in microbatches:
-            part = self.share(batch, count)
-            part.backward()
-            loss += part.item()
-        return loss
-
-    def grad(self, microbatches: Sequence[Batch], count: float) -> float:
-        parts = torch.stack([self.share(batch, count) for batch in microbatches])
-        params = list(self.model.parameters())
-        for p, g in zip(params, torch.autograd.grad(parts.sum(), params), strict=False):
-            p.grad = g
-        return parts.sum().item()
-
-    def rows(self, microbatches: Sequence[Batch], count: float) -> float:
-        rows = [
-            {key: value[row : row + 1] for key, value in batch.items()}
-            for batch in microbatches
-            for row in range(len(self.problem.weights(batch)))
-        ]
-        return self.backward(rows, count)
-
-    def update(self, group: Group) -> None:
-        count = sum(self.problem.weights(batch).sum().item() for batch in group[0])
-        if count == 0:
-            return
-        self.optimizer.zero_grad()
-        loss = self.way(group[0], count)
-        squares = sum(p.grad.square().sum() for p in self.model.parameters())
-        self.optimizer.step()
-        self.metrics = {"loss": loss, "grad_norm": squares.sqrt(), "num_tokens": count}
-
-    def observe(self) -> list[Observation]:
-        params = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        return [Observation(params, **self.metrics)]
-
-
 class Evaluator:
     """Dropout by the key of each row; evaluation goes microbatch by microbatch; two ranks."""
 
@@ -433,3 +370,63 @@ class Evaluator:
         saved = copy.deepcopy(saved)
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
+
+
+class Switch(Evaluator):
+    """With settings: by backward, by autograd.grad, or row by row; on one rank."""
+
+    capabilities = Capabilities(dropout=True)
+    settings = ("backward", "grad", "rows")
+    setting = "backward"
+    model: Any
+
+    def select_setting(self, setting: str) -> None:
+        self.setting = setting
+
+    def start(self, problem: Problem, ranks: int) -> None:
+        self.problem, self.model = problem, problem.module().train()
+        self.way = {"backward": self.backward, "grad": self.grad, "rows": self.rows}[
+            self.setting
+        ]
+        self.optimizer = problem.optimizer(self.model)
+        self.metrics = {}
+
+    def share(self, batch: Batch, count: float) -> Tensor:
+        return (self.losses(batch) * self.problem.weights(batch)).sum() / count
+
+    def backward(self, microbatches: Sequence[Batch], count: float) -> float:
+        loss = 0.0
+        for batch in microbatches:
+            part = self.share(batch, count)
+            part.backward()
+            loss += part.item()
+        return loss
+
+    def grad(self, microbatches: Sequence[Batch], count: float) -> float:
+        parts = torch.stack([self.share(batch, count) for batch in microbatches])
+        params = list(self.model.parameters())
+        for p, g in zip(params, torch.autograd.grad(parts.sum(), params), strict=False):
+            p.grad = g
+        return parts.sum().item()
+
+    def rows(self, microbatches: Sequence[Batch], count: float) -> float:
+        rows = [
+            {key: value[row : row + 1] for key, value in batch.items()}
+            for batch in microbatches
+            for row in range(len(self.problem.weights(batch)))
+        ]
+        return self.backward(rows, count)
+
+    def update(self, group: Group) -> None:
+        count = sum(self.problem.weights(batch).sum().item() for batch in group[0])
+        if count == 0:
+            return
+        self.optimizer.zero_grad()
+        loss = self.way(group[0], count)
+        squares = sum(p.grad.square().sum() for p in self.model.parameters())
+        self.optimizer.step()
+        self.metrics = {"loss": loss, "grad_norm": squares.sqrt(), "num_tokens": count}
+
+    def observe(self) -> list[Observation]:
+        params = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        return [Observation(params, **self.metrics)]

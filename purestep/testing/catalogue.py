@@ -152,7 +152,8 @@ def _draw_restart(draw: Draw, trainer: Any, part: str) -> Case:
 
 
 def _draw_settings(draw: Draw, trainer: Any, part: str) -> Case:
-    return draw_pair(draw, trainer, "setting")
+    dropout = _draw_dropout(draw, trainer)
+    return draw_pair(draw, trainer, "setting", dropout=dropout)
 
 
 def _check_equation(trainer: Any, case: Case) -> bool:

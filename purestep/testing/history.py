@@ -65,19 +65,33 @@ def draw_updates(
 
 
 def draw_joined_updates(
-    draw: Draw, capabilities: Capabilities, size: int, *, by_rows: bool, keyed: bool
+    draw: Draw,
+    capabilities: Capabilities,
+    size: int,
+    *,
+    by_rows: bool,
+    is_uneven: bool,
+    keyed: bool,
 ) -> History:
     """Draws up to five updates, on ``size`` ranks in the second run and on one rank in the first.
 
     Both runs count the same tokens. An update of one microbatch gets a copy of it; with
-    ``by_rows``, the first run has both as rows of one microbatch. A task with a model gets none.
+    ``by_rows``, the first run has both as rows of one microbatch. With ``is_uneven``, the second
+    run on one rank cuts the microbatches of others into rows. A task with a model gets none.
 
     Where rounding in several updates has no bound (``capabilities.is_bounded`` is False), gradients
     must have the same bits in both runs. So the microbatches of an update are copies of one token,
     as many as a power of two. ``_draw_copies`` says where there are no updates.
     """
     if not capabilities.is_bounded:
-        return _draw_copies(draw, capabilities, size, by_rows=by_rows, keyed=keyed)
+        return _draw_copies(
+            draw,
+            capabilities,
+            size,
+            by_rows=by_rows,
+            is_uneven=is_uneven,
+            keyed=keyed,
+        )
     first: list[Group] = []
     second = draw_updates(draw, capabilities, range(6), size, keyed=keyed)
     for number, group in enumerate(second):
@@ -87,18 +101,46 @@ def draw_joined_updates(
             batches = batches * 2
             second[number] = [batches]
             first.append(_join_copies(batches, by_rows=by_rows))
-        else:
-            first.append([batches])
+            continue
+        first.append([batches])
+        if is_uneven and size == 1:
+            second[number] = [_cut_into_rows(batches, capabilities)]
     return History(first, second)
 
 
+def _cut_into_rows(batches: Sequence[Batch], capabilities: Capabilities) -> list[Batch]:
+    """Cuts each batch into batches of one row, unless one of its rows has no weight.
+
+    >>> from purestep.testing.trainer import Capabilities
+    >>> batch = {"x": torch.ones(2, 1, 2), "y": torch.ones(2, 1), "w": torch.tensor([[1], [2]])}
+    >>> [row["w"].tolist() for row in _cut_into_rows([batch], Capabilities())]
+    [[[1]], [[2]]]
+    """
+    cut = []
+    for batch in batches:
+        weights = capabilities.task.weights(batch)
+        if not weights.flatten(1).sum(1).all():
+            cut.append(batch)
+            continue
+        for row in range(len(weights)):
+            cut.append({key: x[row : row + 1] for key, x in batch.items()})
+    return cut
+
+
 def _draw_copies(
-    draw: Draw, capabilities: Capabilities, size: int, *, by_rows: bool, keyed: bool
+    draw: Draw,
+    capabilities: Capabilities,
+    size: int,
+    *,
+    by_rows: bool,
+    is_uneven: bool,
+    keyed: bool,
 ) -> History:
     """Draws up to five updates whose microbatches are copies of one token, as many on each rank.
 
     With ``by_rows``, the first run has them as rows of one microbatch, else as microbatches on one
-    rank. Their number is a power of two, so there are no updates unless ``size`` is one.
+    rank. Their number is a power of two, so there are no updates unless ``size`` is one. With
+    ``is_uneven``, the last two of four copies on one rank are rows of one microbatch.
 
     For a task with a model, they are copies of one row, in one update at most. These have the same
     bits as microbatches, but not as rows: so there are none on a single rank.
@@ -117,8 +159,12 @@ def _draw_copies(
         else:
             token = _draw_token(update_draw, capabilities, keyed=keyed)
         share = [token] * update_draw.one(counts)
-        second.append([share] * size)
         first.append(_join_copies(share * size, by_rows=by_rows and not has_model))
+        if is_uneven and len(share) == 4:
+            # Sums of copies round nowhere in this order: one, two, four.
+            ((pair,),) = _join_copies(share[2:], by_rows=True)
+            share = [*share[:2], pair]
+        second.append([share] * size)
     return History(first, second)
 
 

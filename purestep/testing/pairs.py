@@ -73,7 +73,7 @@ def draw_pair(
         first_run = first_run._replace(acts=history.first, label=labels[0])
         second_run = second_run._replace(acts=history.second, label=labels[1])
     if differs and history.first:
-        where = "on one rank" if size > 1 else "with equal microbatches joined"
+        where = "on one rank" if size > 1 else "with microbatches joined"
         label = f"{first_run.label}, after the same updates {where}"
         first_run = first_run._replace(label=label)
     if change == "look":
@@ -108,9 +108,14 @@ def _draw_history(
         if not can_copy or draw.one([False, True]):
             return History([], [])
     if change in ("cut", "ranks", "all"):
-        by_rows = change != "ranks"
+        # The other parts of T1 do not blame a mean of means for unequal tokens.
         return draw_joined_updates(
-            draw, capabilities, size, by_rows=by_rows, keyed=keyed
+            draw,
+            capabilities,
+            size,
+            by_rows=change != "ranks",
+            is_uneven=change == "all" or part == "unequal tokens",
+            keyed=keyed,
         )
     updates = draw_updates(draw, capabilities, range(6), size, keyed=keyed)
     return History(updates, updates)
