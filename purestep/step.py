@@ -186,10 +186,12 @@ def make_step(
     Args:
         backends: the gradient backends of the loss.
         settings: how the step counts and sums.
-        config: what all ranks must agree on.
+        config: what all ranks must agree on; the session of each update takes it.
         check: ``check(params, opt_state, microbatches)`` raises if the step cannot take these.
             It runs in each update until this structure of params counts as checked.
-        finish: ``finish(sums, total, params, opt_state)`` returns new ones, and metrics.
+        finish: ``finish(sums, total, params, opt_state)`` returns new params, a new state and
+            metrics. ``sums`` are divided as ``settings`` say. ``total`` has the token counts of all
+            ranks.
         notes_launches: whether ranks note what each microbatch gathers, for later updates.
     """
     weight_fn, axis, normalize, accum_dtype, gather = settings

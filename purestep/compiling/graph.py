@@ -279,7 +279,11 @@ def _another_way(error: Exception, way: Way) -> Way:
 def _compile_fully(
     function: Callable[..., Any], compile_: bool | Compiler, way: Way
 ) -> Callable[..., Any]:
-    """Compiles a function to one graph, by ``compile_``; by ``compile_function`` for a bool."""
+    """Compiles a function to one graph, by ``compile_``; by ``compile_function`` for a bool.
+
+    X
+    only the guards that ``drop_guards`` selects.
+    """
     settings: dict[str, Any] = {"fullgraph": True}
     if way.dynamic is not None:
         settings["dynamic"] = way.dynamic

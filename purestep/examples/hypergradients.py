@@ -128,7 +128,8 @@ def share_rate(log_rate: Tensor) -> Rates:
 def find_best_single_rate(runs: Any) -> Rates:
     """Returns the logarithm of the best of 16 single rates, under the name of every layer.
 
-    The best one has the least mean final loss over the runs; NaN counts as infinite.
+    The 16 logarithms lie evenly from -7 to -2. The best one has the least mean final loss over the
+    runs; NaN counts as infinite. ``runs`` is what ``compute_final_losses`` takes.
     """
 
     def compute_mean_loss(log_rate: Tensor) -> Tensor:

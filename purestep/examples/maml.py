@@ -226,7 +226,11 @@ def plot_errors(axes: Any, errors: Mapping[str, Tensor]) -> None:
 
 
 def print_errors(errors: Mapping[str, Tensor]) -> None:
-    """Prints each start's mean error before adaptation, after ``UPDATES``, and ``MAX_UPDATES``."""
+    """Prints each start's mean error before adaptation, after ``UPDATES``, and ``MAX_UPDATES``.
+
+    Each tensor has one start's errors: the first dimension runs over tasks, and the second over
+    numbers of updates, from 0. ``average_errors`` takes the mean.
+    """
     for name, values in errors.items():
         means = average_errors(values)
         print(

@@ -30,9 +30,9 @@ def grad_and_value(
 
     ``torch.func`` keeps every activation until the backward pass ends, for a second derivative.
     This function frees each activation as soon as the backward pass has used it. Under a transform
-    it calls ``torch.func.vjp``, where second derivatives work. So it does where ``func`` closes
-    over tensors that require grad, as a loss does that differentiates by its data. There ``func``
-    runs twice. Elsewhere gradients, value and aux are detached.
+    or a compiler it calls ``torch.func.vjp``, where second derivatives work. So it does where
+    ``func`` closes over tensors that require grad, as a loss does that differentiates by its data.
+    Only in this last case, ``func`` runs twice. Elsewhere gradients, value and aux are detached.
 
     Args:
         func: a function that returns a scalar tensor, or ``(scalar, aux)`` with ``has_aux``.

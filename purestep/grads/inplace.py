@@ -194,9 +194,10 @@ def _call_grad_hook(
     index: int,
     leaf: Tensor,
 ) -> None:
-    """Replaces a leaf's ``.grad`` by what ``on_grad_ready`` returns for it; leaves None alone.
+    """Replaces a leaf's ``.grad`` by what ``on_grad_ready`` returns for it.
 
-    Another tensor than the sum is also written to ``totals_before``, so that none clones it.
+    Without a ``.grad``, it does nothing and does not call the hook. If the hook returns another
+    tensor than the sum, that is also written to ``totals_before``, so that nothing clones it.
     """
     total = leaf.grad
     if total is None:  # A torch.autograd.Function may return none for it.

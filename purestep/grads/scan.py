@@ -25,10 +25,10 @@ from purestep.types import GradSums, TokenCounts, WeightFn
 
 
 def is_scanned(group: WeightedMicrobatches, leaves: Sequence[Tensor]) -> bool:
-    """Returns whether a compiler traces a group as one loop body, instead of unrolling it.
+    """Returns whether a compiler would trace a group as one loop body, instead of unrolling it.
 
-    False unless the group is ``Stacked``, and for a single microbatch. False, too, where autograd
-    or a transform may differentiate params or batch.
+    It does not ask whether a compiler is tracing. False unless the group is ``Stacked``, and for a
+    single microbatch. False, too, where autograd or a transform may differentiate params or batch.
     """
     microbatches = group.microbatches
     if not isinstance(microbatches, Stacked) or len(microbatches) == 1:

@@ -51,6 +51,10 @@ def give_dicts(attributes_of_parts: Iterable[dict[str, Any]]) -> None:
 
 
 def count_registered() -> int:
-    """Returns how many hooks this process has registered so far, removed ones included."""
+    """Returns how many hooks this process has registered with torch so far, removed ones included.
+
+    It counts all that have a ``RemovableHandle``: hooks of modules, of tensors and of optimizers,
+    whoever registered them.
+    """
     number: int = RemovableHandle.next_id
     return number

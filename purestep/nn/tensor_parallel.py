@@ -195,7 +195,10 @@ def select_local(params: Mapping[str, Any], layouts: Layouts) -> Mapping[str, An
 
 
 def _is_over(shard: Any, mesh: Any) -> bool:
-    """Returns whether a ``Shard`` is over the ranks of a mesh."""
+    """Returns whether the axis of a ``Shard`` has the process group of a mesh of one dimension.
+
+    Groups are compared by name: another group of the same ranks does not count.
+    """
     group = getattr(shard.axis, "process_group", None)
     name: str = mesh.get_group().group_name
     return getattr(group, "name", None) == name

@@ -236,8 +236,8 @@ class GradBuckets:
     def _add(self, index: int, total: Tensor) -> Tensor:
         """Copies the sum of a leaf into its bucket, and returns its view there.
 
-        A scattered leaf has no view: expanded zeros of its shape are returned. A view is also
-        stored in ``sums``.
+        The leaf is no longer pending in the bucket. A scattered leaf has no view: expanded zeros of
+        its shape are returned. A view is also stored in ``sums``.
         """
         bucket = self._bucket_of[index]
         bucket.pending.discard(index)

@@ -218,8 +218,9 @@ class LossGathers:
     def guard(self, num_microbatches: int, *, all_know: bool) -> None:
         """Sets up ``Repeated`` if all ranks know what a microbatch launches, else a ``RollCall``.
 
-        From then on, each gather may raise. Without axes or known launches, it sets up nothing. It
-        comes before the first microbatch. ``num_microbatches`` is the same on all ranks.
+        From then on, that is called before each launch of a gather, and may raise there. Without
+        axes, or if launches are not noted at all, it sets up nothing. It comes before the first
+        microbatch. ``num_microbatches`` is the same on all ranks.
         """
         if not self.axes or self._known is None:
             return

@@ -167,7 +167,7 @@ class MultiProgramSession:
         return {name: handshake.fingerprint(name, x) for name, x in trees.items()}
 
     def params_for_loss(self, params: Params, shard_specs: ShardSpecs) -> Params:
-        """Returns the params as the loss sees them.
+        """Returns the params as the loss sees them: full if ``gather`` is "step", else as given.
 
         From here on, other ranks wait for the second message, and the backward pass may launch
         buckets that are full.
@@ -351,7 +351,7 @@ class MultiProgramSession:
     def _fingerprint_gathers(self) -> TreeFingerprint:
         """Describes what losses gathered, in order; nothing if ``gather`` is not "loss".
 
-        Nothing has the hash 0.
+        An empty description has the hash 0.
         """
         gathers = self._gathers.describe() if self._gather == "loss" else []
         return handshake.fingerprint_order(GATHER_ORDER, gathers)

@@ -97,7 +97,7 @@ def _draw_history(
     """Draws up to five earlier updates, as each of the two runs makes them.
 
     For "cut", "ranks" and "all" the first run makes them on one rank; for other changes both runs
-    make the same ones, on ``size`` ranks.
+    make the same ones, on ``size`` ranks. ``keyed`` is as in ``draw_updates``.
 
     In a coarse dtype, numbers after an update are no longer exact. There "cut", "ranks" and "all"
     may have a history only in the parts "" and "equal tokens"; of other changes only "look" has

@@ -53,7 +53,7 @@ class Capabilities(NamedTuple):
     def is_bounded(self) -> bool:
         """Returns True for plain SGD in float64 or float32: there, rounding has a bound.
 
-        Errors exceed that bound, also after several updates.
+        A mistake of the trainer changes results by more than that, also after several updates.
         """
         return self.plain_sgd and not self.is_coarse
 
