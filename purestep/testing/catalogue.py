@@ -312,3 +312,6 @@ ALL_LAWS = [
 
 LAWS = {law.name: law for law in ALL_LAWS}
 """The laws, by their names."""
+
+LAW_NAMES = tuple(LAWS)
+"""The names alone, which ``help`` shows as a default."""

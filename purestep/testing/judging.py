@@ -14,7 +14,7 @@ from purestep.testing.case import (
     RefusalError,
     UnaskedError,
 )
-from purestep.testing.catalogue import LAWS, TrainerLaw
+from purestep.testing.catalogue import LAW_NAMES, LAWS, TrainerLaw
 from purestep.testing.draws import counterexample
 from purestep.testing.trainer import Trainer
 
@@ -78,7 +78,7 @@ class Verdict(NamedTuple):
 
 def run_laws(
     trainer: Trainer,
-    laws: Names = LAWS,
+    laws: Names = LAW_NAMES,
     *,
     cases: int = 100,
     shrink: int = 200,
@@ -113,7 +113,7 @@ def run_laws(
 
 def check(
     trainer: Trainer,
-    laws: Names = LAWS,
+    laws: Names = LAW_NAMES,
     *,
     cases: int = 100,
     shrink: int = 200,
@@ -135,7 +135,7 @@ def check(
 
 def law_tests(
     make: Callable[[], Trainer],
-    laws: Names = LAWS,
+    laws: Names = LAW_NAMES,
     *,
     cases: int = 100,
     shrink: int = 200,
