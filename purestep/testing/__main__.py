@@ -25,10 +25,11 @@ from purestep.testing.progress import Progress
 def main() -> int:
     """Prints a verdict for each part of each law; returns 1 if there are complaints, else 0.
 
-    The trainer and all options come from the command line. A complaint is a failure that is not
-    accepted, or an accepted one that no longer occurs. ``--json`` and ``--html`` also write the
-    verdicts to files. ``--write-accept`` writes the failures, as accepted from now on, and returns
-    0. Wrong arguments raise ``SystemExit(2)``.
+    The trainer and all options come from the command line. A complaint is a failure that the file
+    of ``--accept`` does not list, or one in that list that no longer occurs. ``--json`` and
+    ``--html`` also write the verdicts to files. ``--write-accept`` writes the failures, as accepted
+    from now on, and returns 0. Wrong arguments raise ``SystemExit(2)``, and so does a trainer that
+    cannot be loaded.
     """
     parser = _make_parser()
     options = parser.parse_args()
@@ -140,9 +141,11 @@ def _write_files(options: argparse.Namespace, verdicts: Sequence[PartVerdict]) -
 
 
 def _verdict_as_dict(part_verdict: PartVerdict, seed: str) -> dict[str, Any]:
-    """Returns a verdict as a dict for JSON, with the case as text and code.
+    """Returns the fields of a verdict as a dict for JSON, with the case as text and code.
 
-    None stands for an infinite size, which JSON does not know, and for a case that is not there.
+    "law" is the law's name, and "parts" the name of the part; "accepted" and "seed" are added. None
+    stands for a size that is not finite, which JSON does not know. It also stands for a case that
+    is not there, and where no failure is accepted.
     """
     verdict = part_verdict.verdict
     row = verdict._asdict()

@@ -42,8 +42,8 @@ class PartVerdict(NamedTuple):
 def split_verdict(verdict: Verdict, accepted: dict[str, str]) -> list[PartVerdict]:
     """Lists the verdicts on the parts of a law, with the status that is accepted for each, or "".
 
-    A part without a verdict has that of the law. So it is in a law with a single part, or in one
-    whose parts were not judged.
+    ``accepted`` is as ``read_accepted`` returns it. A part without a verdict has that of the law.
+    So it is in a law with a single part, or in one whose parts were not judged.
     """
     law = verdict.law.name
     verdicts = []
@@ -83,8 +83,9 @@ def read_accepted(path: Path) -> dict[str, str]:
 def write_accepted(path: Path, verdicts: Sequence[PartVerdict]) -> None:
     """Writes the failures among the verdicts, each as a line that ``read_accepted`` reads.
 
-    Of an older file it keeps comments, laws that are not among the verdicts, and lines that still
-    hold, with the reason behind them.
+    Of an older file it keeps comments, and lines about parts that are not among the verdicts. It
+    also keeps lines that still hold, with the comment behind them. New failures follow, each with
+    its reason.
     """
     failures = {}
     for item in verdicts:

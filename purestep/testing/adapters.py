@@ -100,7 +100,10 @@ class PureTrainer:
         ]
 
     def save(self) -> Any:
-        """Returns a deep copy of all ranks' states: a donated step would write over them."""
+        """Returns a deep copy of each rank's params, optimizer state and metrics.
+
+        A donated step would write over the originals.
+        """
         return copy.deepcopy(self._states)
 
     def load(self, saved: Any) -> None:
@@ -145,7 +148,10 @@ class Loop:
         self._prepare = prepare
 
     def start(self, problem: Problem) -> None:
-        """Makes a new module and optimizer, by ``prepare`` if there is one; forgets reports."""
+        """Makes a new module and optimizer, and forgets reports.
+
+        They come from ``prepare``; without it they are the problem's module and SGD.
+        """
         module = problem.module()
         self._problem = problem
         self._reported: dict[str, Any] = {}
@@ -271,6 +277,10 @@ class Processes:
         """Makes a new program on each rank, and starts it on the problem.
 
         The first start on this number of ranks starts its processes, which later starts use again.
+        It puts back the global state that the last run in a process has changed. Then it seeds the
+        generators there by this process's ``torch.initial_seed()``.
+
+        Raises ``AssertionError`` if a rank raises or ends, and ``TimeoutError`` if one is too slow.
         """
         if ranks not in self._worlds:
             world = World(ranks, self._timeout, strict=False)
@@ -284,7 +294,10 @@ class Processes:
         self._run(_start_program, makes, problems, seeds)
 
     def update(self, group: Group) -> None:
-        """Makes one update in all processes, each on its rank's share of the group."""
+        """Makes one update in all processes, each on its rank's share of the group.
+
+        Raises ``AssertionError`` if a rank raises or ends, and ``TimeoutError`` if one is too slow.
+        """
         shares = [list(share) for share in group]
         self._run(_update_program, shares)
 
@@ -292,6 +305,7 @@ class Processes:
         """Returns what each process sees.
 
         ``changed`` lists the data and global state that its program has changed since the start.
+        Raises ``AssertionError`` if a rank raises or ends, and ``TimeoutError`` if one is too slow.
         """
         return self._run(_observe_program)
 

@@ -30,15 +30,16 @@ NUDGES = 6
 def agree(trainer: Trainer, case: Case) -> bool:
     """Returns whether all ranks of the second run end with the first run's params, to the bit.
 
-    With as many ranks in both runs, each rank is compared with its like; else all are compared with
-    rank 0. Without a first run, the reference trainer does the second one.
+    With as many ranks in both runs, each rank's bits are compared with its like; else all are
+    compared with rank 0. Without a first run, the reference trainer does the second one.
 
-    An update that is not SGD can enlarge roundings without a bound, as the sign of a gradient near
-    zero does. Where such runs differ by more than rounding explains, the first run is repeated from
-    starts that are nudged by so much. What nudges change counts as rounding, too.
+    Up to rounding, all ranks of both runs must agree with rank 0 of the first one. An update that
+    is not SGD can enlarge roundings without a bound, as the sign of a gradient near zero does. So
+    can one in a coarse dtype. Where such runs differ by more than rounding explains, the first run
+    is repeated from starts that are nudged by so much. What nudges change counts as rounding, too.
 
-    Raises ``DisagreementError`` if params or reports of any rank differ by more. Raises
-    ``RefusalError`` if the trainer raises.
+    Raises ``DisagreementError`` if params, averages or reports of any rank differ by more. Raises
+    ``RefusalError`` where ``outcome`` does, such as if the trainer raises.
     """
     reference = case.first or case.second
     # The first run has no more in it than has to be computed.
@@ -70,14 +71,16 @@ def agree(trainer: Trainer, case: Case) -> bool:
 
 
 def agree_on_reports(trainer: Trainer, case: Case) -> bool:
-    """Returns whether a run's reports are those of the equation, to the bit.
+    """Returns whether the reports of ``case.second`` are those of the equation, to the bit.
 
-    This is for an update that is not SGD. The equation does not know its params, so it takes the
-    trainer's. Loss, gradient norm and tokens are those of the equation at the params before the
-    last update. The evaluation is the loss at those after it. The run has a single rank.
+    This is for an update that is not SGD, or in a coarse dtype. The equation does not know its
+    params, so it takes the trainer's. Loss, gradient norm and tokens are those of the equation at
+    the params before the last update. The evaluation is the loss at the averages, or else the
+    params, after it. The run has a single rank. A report that is None passes.
 
     Raises ``DisagreementError`` if a report differs by more than rounding. Raises ``UnaskedError``
-    if it reports nothing about an update with tokens, and ``RefusalError`` if the trainer raises.
+    if it reports nothing about an update with tokens. Raises ``RefusalError`` where ``outcome``
+    does, such as if the trainer raises.
     """
     problem = case.problem
     run = case.second
@@ -130,7 +133,7 @@ def _is_same_report(seen: Observation, expected: Observation, name: str) -> bool
 
 
 def _move_start(problem: Problem, params: Mapping[str, Tensor]) -> nn.Module:
-    """Returns the problem's model with other parameters, rounded to its dtype."""
+    """Returns a copy of the problem's model with other parameters, rounded to its dtype."""
     model = problem.module()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -151,7 +154,8 @@ def _find_disagreement(
 ) -> DisagreementError | None:
     """Returns the error of the first rank of either run that is not as expected, or None.
 
-    Differences up to ``bound`` are expected.
+    Each value may be off by ``bound``, so that two may be twice as far apart. The second run counts
+    ``case.scale`` times as many tokens.
     """
     try:
         _check_ranks(case, first, expected, bound, 1.0)
@@ -166,9 +170,10 @@ def _measure_moves(
 ) -> Bound:
     """Measures how far nudges of the start move each param and report of the first run.
 
-    Returns the largest distances of ``NUDGES`` nudges. They are 0 for a trainer whose run cannot be
-    repeated to the bit: its differences are no rounding. They stop growing where the trainer
-    raises.
+    That run must not be None; ``before`` is what its rank 0 has observed. ``nudge`` is as in
+    ``nudge_start``. Returns the largest distances of ``NUDGES`` nudges. They are 0 for a trainer
+    whose run cannot be repeated to the bit: its differences are no rounding. They stop growing
+    where the trainer raises.
     """
     moves = Bound(dict.fromkeys(before.params, 0.0), dict.fromkeys(REPORTS, 0.0))
     assert case.first is not None
@@ -193,7 +198,7 @@ def _measure_moves(
 def nudge_start(problem: Problem, nudge: float, seed: int) -> Problem:
     """Returns the problem with each element θ of its start moved by ± nudge · (1 + |θ|).
 
-    The signs are drawn from the seed.
+    The signs are drawn from the seed. The moved start is rounded to the model's dtype.
     """
     generator = torch.Generator().manual_seed(seed)
     moved = {}
@@ -227,10 +232,11 @@ def _expect(
 ) -> Observation:
     """Returns what both runs have to agree with: the first run's observation.
 
-    In two cases its ``evaluation`` is that of the reference. Where the batch has "key", with which
-    the trainer drops elements in training, the reference drops none. Where the reference itself did
-    the first run, and the second run evaluates averages, these are the parameters, and
-    ``averages``.
+    In two cases its ``evaluation``, if it has one, becomes that of the reference on ``batch``. One
+    is a ``batch`` with "key", with which the trainer drops elements in training. The reference
+    drops none, at the averages or else the params of ``first``. In the other the reference itself
+    did the first run, and ``second`` has averages. The reference evaluates these, and they become
+    the ``averages``.
     """
     params = first.params if first.averages is None else first.averages
     if case.first is None and second.averages is not None:
@@ -257,8 +263,9 @@ def _check_ranks(
 ) -> None:
     """Raises ``DisagreementError`` if a rank's params, averages or reports are not as expected.
 
-    They may differ from those of ``expected`` by rounding. The count of tokens must be ``scale``
-    times that of ``expected``. Averages or a report that is None on either side are not compared.
+    They may differ from those of ``expected`` by twice ``bound``. The count of tokens must be
+    ``scale`` times that of ``expected``. Of reports, those in ``case.reports`` are compared.
+    Averages or a report that is None on either side are not.
     """
     start = case.problem.params()
     for rank, observation in enumerate(seen):

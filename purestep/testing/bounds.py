@@ -72,9 +72,10 @@ def compute_bound(
     """Returns bounds on the rounding errors of params and reports after an update on each batch.
 
     A bound of a param is on the error's norm. Those of "loss", "grad_norm", "num_tokens" and
-    "evaluation" are for the last update. None in ``batches`` is an update without data. ``tokens``
-    is how many tokens the updates sum in all, padding included. For a model other than ``Linear``
-    the bounds are estimates. Raises ``AssertionError`` if there are too many roundings.
+    "evaluation" are for the last update. Each of ``batches`` holds the data of all ranks; None is
+    an update without data. ``tokens`` is how many tokens the updates sum in all, padding included.
+    For a model other than ``Linear`` the bounds are estimates. Raises ``AssertionError`` if there
+    are too many roundings.
 
     In a coarse dtype all numbers are exact before the step. So a param has the bound of one
     rounding of its start. A report has that of a sum over tokens: a huge number, in place of an
@@ -114,7 +115,7 @@ def _bound_coarse_sum(tokens: int, dtype: torch.dtype) -> float:
 def bound_relative_error(
     problem: Problem, num_updates: int, tokens: int, capabilities: Capabilities
 ) -> float:
-    """Returns γₙ, where n is the number of roundings in a row in a run; it is 1 in a coarse dtype.
+    """Returns γₙ, where n is the number of roundings in a row in a run; n is 1 in a coarse dtype.
 
     ``tokens`` is how many tokens its updates sum in all, padding included. Raises
     ``AssertionError`` if n roundings have no bound in the dtype.

@@ -247,9 +247,10 @@ def outcome(
 ) -> Sequence[Observation]:
     """Starts the trainer, does a run on copies of the data, and returns what each rank sees.
 
-    The first observation has an evaluation, if the trainer can evaluate and a token has weight.
-    ``changed`` lists the data and global state that the run has changed. During the run the global
-    generators are seeded by ``seed``; afterwards the global state of this process is put back.
+    The first observation has an evaluation of the last group, if the trainer can evaluate and a
+    token has weight. ``changed`` lists the data and global state that the run has changed. The run
+    starts with the global generators seeded by ``seed``. Afterwards the global state of this
+    process is put back.
 
     Raises ``RefusalError`` if the trainer raises an ``Exception``. It also does if params or
     averages have other names than the problem's params, or params another dtype than declared.

@@ -157,7 +157,10 @@ def _draw_settings(draw: Draw, trainer: Any, part: str) -> Case:
 
 
 def _check_equation(trainer: Any, case: Case) -> bool:
-    """Returns what ``agree`` does, or ``agree_on_reports`` if the update is not plain SGD."""
+    """Returns what ``agree`` does, or ``agree_on_reports``; raises what these raise.
+
+    The latter is for an update that is not plain SGD, or in a coarse dtype.
+    """
     if trainer.capabilities.is_bounded:
         return agree(trainer, case)
     return agree_on_reports(trainer, case)
@@ -166,8 +169,9 @@ def _check_equation(trainer: Any, case: Case) -> bool:
 def _check_purity(trainer: Any, case: Case) -> bool:
     """Returns True if the purity named by ``case.part`` holds, else raises ``DisagreementError``.
 
-    For "bits" the two runs must end in the same bits. For the other parts only the second run is
-    done: on each rank it must leave "inputs", its microbatches, or "global state" as they were.
+    For "bits" the params of the two runs must end in the same bits. For the other parts only the
+    second run is done: on each rank it must leave "inputs", its microbatches, or "global state" as
+    they were. Raises ``RefusalError`` if the trainer raises.
     """
     if case.part == "bits":
         if not agree(trainer, case):

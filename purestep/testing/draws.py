@@ -213,7 +213,10 @@ def _lower(
     choices: Choices,
     step: Callable[[int], int],
 ) -> Choices:
-    """Returns the choices with ``step`` applied to one, or unchanged if that is 0 or missing."""
+    """Returns the choices with ``step`` applied to the one at an address.
+
+    If that is 0 or missing, the function returns ``choices``.
+    """
     option = choices.get(address)
     if not option:
         return choices

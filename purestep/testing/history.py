@@ -75,13 +75,16 @@ def draw_joined_updates(
 ) -> History:
     """Draws up to five updates, on ``size`` ranks in the second run and on one rank in the first.
 
-    Both runs count the same tokens. An update of one microbatch gets a copy of it; with
-    ``by_rows``, the first run has both as rows of one microbatch. With ``is_uneven``, the second
-    run on one rank cuts the microbatches of others into rows. A task with a model gets none.
+    Both runs count the same tokens. With ``keyed``, batches of a task without a model have a "key"
+    for each row.
 
-    Where rounding in several updates has no bound (``capabilities.is_bounded`` is False), gradients
-    must have the same bits in both runs. So the microbatches of an update are copies of one token,
-    as many as a power of two. ``_draw_copies`` says where there are no updates.
+    If ``capabilities.is_bounded``, an update of one microbatch gets a copy of it. With ``by_rows``,
+    the first run has both as rows of one microbatch. With ``is_uneven``, the second run on one rank
+    cuts the microbatches of other updates into rows. A task with a model gets no updates.
+
+    Otherwise rounding in several updates has no bound, and gradients must have the same bits in
+    both runs. So ``_draw_copies`` draws all updates. The microbatches of one are copies of one
+    token or row, as many as a power of two.
     """
     if not capabilities.is_bounded:
         return _draw_copies(
@@ -139,11 +142,13 @@ def _draw_copies(
     """Draws up to five updates whose microbatches are copies of one token, as many on each rank.
 
     With ``by_rows``, the first run has them as rows of one microbatch, else as microbatches on one
-    rank. Their number is a power of two, so there are no updates unless ``size`` is one. With
-    ``is_uneven``, the last two of four copies on one rank are rows of one microbatch.
+    rank. Their number is a power of two, so there are no updates unless ``size`` is such a power.
+    With ``is_uneven``, the last two of four copies on one rank are rows of one microbatch in the
+    second run. With ``keyed``, they have a "key".
 
-    For a task with a model, they are copies of one row, in one update at most. These have the same
-    bits as microbatches, but not as rows: so there are none on a single rank.
+    For a task with a model, they are copies of one row, without "key", in one update at most. These
+    have the same bits as microbatches, but not as rows. So the first run has them as microbatches,
+    and there are none if ``size`` is 1.
     """
     first: list[Group] = []
     second: list[Group] = []

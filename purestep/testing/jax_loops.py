@@ -106,7 +106,7 @@ class JaxTrainer:
     def start(self, problem: Problem, ranks: int) -> None:
         """Makes new arrays of the problem's parameters, and an optimizer state by ``init``.
 
-        ``ranks`` makes no difference: there is one.
+        Without ``init`` the state is None. ``ranks`` makes no difference: there is one.
         """
         self._problem = problem
         self._params = _to_arrays(problem.params())
@@ -119,6 +119,7 @@ class JaxTrainer:
         """Pads the microbatches of the only rank, and calls the pure update on them.
 
         Its results replace params and state. ``observe`` returns what it reports, if it does.
+        Raises ``ValueError`` for a microbatch that is larger than all sizes.
         """
         (microbatches,) = group
         padded = self._pad(microbatches)
@@ -128,7 +129,10 @@ class JaxTrainer:
         self._reported = reported[0] if reported else {}
 
     def observe(self) -> Sequence[Observation]:
-        """Returns one observation: the params, copied to tensors, and the last update's reports."""
+        """Returns one observation: the params, copied to tensors, and the last update's reports.
+
+        These are floats. Raises ``TypeError`` for a report that ``Observation`` has no field for.
+        """
         params = {name: _to_tensor(p) for name, p in self._params.items()}
         reported = {name: float(value) for name, value in self._reported.items()}
         return [Observation(params, **reported)]

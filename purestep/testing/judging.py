@@ -122,7 +122,7 @@ def check(
     """Raises an ``AssertionError`` for the first law that is wrong or refused.
 
     The error tells the smallest case in words, and as code to paste. A law that is not asked
-    passes. The arguments are those of ``run_laws``.
+    passes. The arguments and the other errors are those of ``run_laws``.
 
     >>> from purestep.testing import ReferenceTrainer
     >>> check(ReferenceTrainer(), ["T1", "T2", "T3"], cases=10)
@@ -208,7 +208,8 @@ def _judge_law(trainer: Trainer, law: TrainerLaw, budget: _Budget) -> Verdict:
     """Judges all parts of a law, and returns the worst of their verdicts.
 
     The parts share the budget's cases, rounded up. A law that cannot be put to the trainer is "not
-    asked". Raises ``TypeError`` or ``ValueError`` for an object that cannot be judged.
+    asked", and so is one whose claim raises ``UnaskedError``. Raises ``TypeError`` or
+    ``ValueError`` for an object that cannot be judged.
     """
     _check_trainer(trainer)
     obstacle = law.find_obstacle(trainer)

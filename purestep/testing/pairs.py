@@ -37,10 +37,16 @@ def draw_pair(
 ) -> Case:
     """Draws a case: one group of rows written in two ways, which differ in ``change``.
 
+    "all" is "cut", "ranks", "order" and "padding" at once. With "look" the second run also looks at
+    the trainer, and restarts it if it can. "setting" needs a trainer with two settings or more, of
+    which each run has one.
+
     Both runs make the same earlier updates before it. With "cut", "ranks" or "all", the first run
     makes these on one rank. In a coarse dtype, runs with earlier updates consist of these alone.
-    ``part`` names the part of the law. Above 0, ``dropout`` is that of the model, and rows have
-    keys. "setting" needs a trainer with two settings or more.
+
+    ``part`` names the part of the law. One of ``KINDS`` says how the microbatches differ; with
+    "bits" there are no restarts. If ``dropout`` is above 0, a drawn model has it, and the group's
+    batches have "key".
     """
     capabilities = trainer.capabilities
     keyed = dropout > 0
@@ -270,9 +276,10 @@ def draw_interrupted(
 ) -> Case:
     """Draws a case: updates, and the same ones with an interruption that makes no difference.
 
-    The interruption is ``act``. If that is None, it is an update without tokens or, for a trainer
-    that skips these, one with a target that is not finite. It comes once or twice: before, between
-    or after the updates. Above 0, ``dropout`` is that of the model, and rows have keys.
+    The interruption is ``act``. If that is None, it is an update without tokens. For a trainer with
+    ``skips_nonfinite`` it may also be one with a target "y" that is not finite. It comes once or
+    twice: before, between or after the updates. If ``dropout`` is above 0, a drawn model has it,
+    and batches have "key".
 
     With ``act``, only params and the evaluation are compared. Without it, all reports are, too; but
     if an interruption comes last, only params are.
@@ -343,7 +350,8 @@ def _draw_empty_update(
 ) -> _Interruption:
     """Draws an update in which each rank has from 0 to 2 microbatches, all without tokens.
 
-    Unless ranks may be uneven, all ranks have the same number.
+    Each is a row of padding, as long as those of ``batch``. Unless ranks may be uneven, all ranks
+    have the same number.
     """
     counts = [draw.one(range(3)) for _ in range(size)]
     if not capabilities.uneven_ranks:

@@ -164,7 +164,7 @@ def _serve(
     """Joins the gloo group, and then runs each function that it receives, and sends the result.
 
     If a function raises, it sends the exception, with its traceback as a note, and ends the
-    process. With ``strict``, warnings are errors.
+    process. With ``strict``, warnings are errors. In this process torch computes on one thread.
     """
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -197,6 +197,7 @@ def _pickle_error(error: Exception) -> bytes:
     """Pickles ``(True, error)``, which tells an exception that was raised from one returned.
 
     An error that cannot be pickled and loaded becomes a ``RuntimeError`` of its text and its notes.
+    It must have notes.
     """
     try:
         pickled = pickle.dumps((True, error))

@@ -86,7 +86,8 @@ class LawItem(pytest.Item):
     def runtest(self) -> None:
         """Judges the law, and passes, fails, skips or xfails the test by the verdict.
 
-        It fails with the smallest case where a part is not as expected.
+        It fails where a part is not as expected, with the part's complaint. Else a law that is not
+        asked is skipped, and one whose failures are all accepted is xfailed.
         """
         (verdict,) = run_laws(
             self._settings.trainer,
@@ -108,7 +109,7 @@ class LawItem(pytest.Item):
             pytest.xfail(f"accepted: {', '.join(failures)}")
 
     def reportinfo(self) -> tuple[Path, None, str]:
-        """Returns where pytest says that the test stands: the name of the law alone."""
+        """Returns a path, no line, and the test's name, such as "T1_cut", for pytest to show."""
         return self.path, None, self.name
 
 

@@ -66,7 +66,8 @@ class ThreadAxis(ProcessAxis):
     def num_collectives(self) -> int:
         """Counts the collectives over this axis that the calling rank has begun in this ``map``.
 
-        "pvary" does not count. Raises RuntimeError outside of ``map``.
+        "pvary" does not count. Axes of the same name and ranks, as of two equal splits, count
+        together. Raises RuntimeError outside of ``map``.
         """
         run, rank = self._world.current(self)
         group = self._groups[rank]
@@ -131,14 +132,15 @@ class ThreadAxis(ProcessAxis):
         return axis
 
     def map(self, fn: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """Returns a function that runs ``fn`` on every rank.
+        """Returns a function that runs ``fn`` on every rank, each in a thread.
 
         Its arguments and its result have one entry per rank. If ranks raise, it raises the
         exception of the lowest of them, with the rank in the notes. Ranks that waited for a rank
         that raised get a ``RankError``, which it raises only if there is no other exception.
 
         It also raises RuntimeError under a transform or inside another ``map`` of these ranks. It
-        raises ValueError on an axis that ``split`` made, and for arguments of another length.
+        raises ValueError on an axis that ``split`` or ``complement`` made, and for arguments of
+        another length.
         """
 
         def mapped(*args: Sequence[Any]) -> list[Any]:
@@ -183,7 +185,8 @@ class ThreadAxis(ProcessAxis):
         """Begins a collective on a copy of ``x``, and returns the wait for its result.
 
         Call the wait once. That for a psum writes the sum into ``x``, and returns ``x``; others
-        return a new tensor. It raises ``RankError`` if the ranks cannot meet.
+        return a new tensor. The wait raises ``RankError`` if the ranks cannot meet, and ``launch``
+        raises RuntimeError outside of ``map``.
         """
         wait = self._begin(op, x.clone())
         if op != "psum":
@@ -195,7 +198,11 @@ class ThreadAxis(ProcessAxis):
         return wait_and_copy
 
     def complement(self, inner: ProcessAxis) -> ThreadAxis:
-        """Returns the axis over those of this axis's ranks that have the same rank in ``inner``."""
+        """Returns the axis over those of this axis's ranks that have the same rank in ``inner``.
+
+        ``inner`` must be an axis of the same world. Raises ``AssertionError`` if it is no
+        ``ThreadAxis``.
+        """
         assert isinstance(inner, ThreadAxis)
         size = self._world.size
         inner_ranks = [inner._groups[rank].index(rank) for rank in range(size)]

@@ -200,15 +200,16 @@ def microbatches(
     A microbatch has at most ``most_rows`` rows, or one more for "unequal rows", of at most
     ``most_length`` tokens. Tokens and, in a coarse dtype, rows may be added beyond that to fix
     sums. There is one microbatch for each of ``parts``. Each has weight, but for "empty ones".
-    ``difference`` says how they differ, one of ``KINDS``; "": in any way. ``keyed`` adds "key", the
-    numbers of the rows.
+    ``difference`` says how they differ, one of ``KINDS``; any other text: in any way. ``keyed``
+    adds "key", the numbers of the rows.
 
     Most numbers are integers. Where the rows' weights may differ, their sum is often rounded up to
     a power of two, so that nothing rounds. Numbers without rounding hide the dtype in which a
     trainer computes.
 
-    In a coarse dtype there are few tokens, all with weight 1 or 0. The number of those with weight
-    1 is a power of two if that of ``parts`` is.
+    In a coarse dtype there are few tokens, all with weight 1 or 0: ``most_rows`` and
+    ``most_length`` are then 2, whatever is passed. The number of tokens with weight 1 is a power of
+    two if that of ``parts`` is.
     """
     if capabilities.is_coarse:
         most_rows = 2
@@ -320,7 +321,7 @@ def _equalize_sizes(groups: list[Rows]) -> None:
 
 
 def _round_up_rows(groups: list[Rows]) -> None:
-    """Repeats the last row, in place, until the number of rows is a power of two.
+    """Repeats the last row, in place, until the number of all rows is a power of two.
 
     If then all microbatches have equally many rows, one row of the first moves to the last.
     """
@@ -371,7 +372,8 @@ def _add_weight(row: Row, capabilities: Capabilities) -> None:
 def _round_up_total(rows: Rows, capabilities: Capabilities) -> None:
     """Adds weights, in place, until their sum is a power of two.
 
-    Each row with weight gets 1 in turn, from the last row on. At least one row must have weight.
+    Each row with weight gets 1 in turn, from the last row to the first. At least one row must have
+    weight.
     """
     counted = [row for row in rows if row.total]
     counted.reverse()
@@ -385,7 +387,8 @@ def _draw_batch(draw: Draw, capabilities: Capabilities, rows: Rows) -> Batch:
     """Returns rows as tensors "x", "y" and "w", or as text if the task has a vocabulary.
 
     Shorter rows end with padding. "x" and "y" have the trainer's dtype. Weights are bool for
-    "mask", integers for "whole", and for "any" in that dtype, divided by a drawn number.
+    "mask", and integers for "whole". For "any" they have that dtype, and are divided by a drawn
+    number unless it is coarse.
     """
     if capabilities.task.vocabulary:
         return _draw_text(draw, capabilities.task, rows)
@@ -450,7 +453,8 @@ def draw_problem(
     """Draws a linear model of small integers, and SGD for it.
 
     The learning rate is drawn; momentum and weight decay are, too, if the trainer can have them,
-    else they are 0. A task with a model keeps it, without momentum, weight decay or dropout.
+    else they are 0. ``dropout`` is that of the linear model. A task with a model keeps it, without
+    momentum or weight decay, and ``dropout`` is not read.
     """
     task = capabilities.task
     learning_rate = draw.one([0.25, 0.5, 0.0625, 0.1])
