@@ -192,6 +192,27 @@ def sum_weights(group: Any) -> float:
     return sum(float(batch["w"].sum()) for share in group for batch in share)
 
 
+def test_every_update_of_a_model_that_drops_has_keys() -> None:
+    trainer = SimpleNamespace(
+        capabilities=Capabilities(
+            ranks=2,
+            weights="mask",
+            task=ps.testing.causal_lm(Words()),
+            dropout=True,
+            plain_sgd=False,
+        )
+    )
+    num_updates = set()
+    for seed in range(40):
+        draw = Draw({(0,): seed}, random.Random(seed))
+        case = ps.testing.LAWS["T15"].draw_case(draw, trainer, "")
+        num_updates.add(len(case.second.groups))
+        for run in (case.first, case.second):
+            batches = [b for group in run.groups for share in group for b in share]
+            assert all("key" in batch for batch in batches)
+    assert num_updates == {1, 2}
+
+
 def test_every_number_of_microbatches_is_drawn() -> None:
     (verdict,) = ps.testing.run_laws(ReferenceTrainer(), ["T1"])
     coverage = verdict.coverage

@@ -146,7 +146,7 @@ def _draw_copies(
     With ``is_uneven``, the last two of four copies on one rank are rows of one microbatch in the
     second run. With ``keyed``, they have a "key".
 
-    For a task with a model, they are copies of one row, without "key", in one update at most. These
+    For a task with a model, they are copies of one row, in one update at most. These
     have the same bits as microbatches, but not as rows. So the first run has them as microbatches,
     and there are none if ``size`` is 1.
     """
@@ -160,7 +160,9 @@ def _draw_copies(
     numbers = range(2) if has_model else range(6)
     for update_draw in draw.many(numbers):
         if has_model:
-            token = draw_batch(update_draw, capabilities, most_rows=1, most_length=2)
+            token = draw_batch(
+                update_draw, capabilities, most_rows=1, most_length=2, keyed=keyed
+            )
         else:
             token = _draw_token(update_draw, capabilities, keyed=keyed)
         share = [token] * update_draw.one(counts)
