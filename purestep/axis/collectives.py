@@ -57,7 +57,7 @@ def shares_ranks(one: Axis, other: Axis) -> bool:
 
 
 def is_subaxis(inner: Axis, axis: Axis) -> bool:
-    """Returns whether ``inner`` is ``axis``, or two or more ranks that all belong to ``axis``.
+    """Returns whether ``inner`` equals ``axis``, or is two or more ranks that all belong to it.
 
     They may be all of its ranks, where ``axis`` has a further dimension of size 1. An ``inner`` of
     one rank, or of unknown ranks, counts only if it equals ``axis``.
@@ -79,7 +79,7 @@ def psum(x: Tree, axis: Axis) -> Tree:
 
     The backward pass runs ``pvary``. In a loss, write ``pvary(psum(x, axis), axis)``: each rank
     differentiates the losses of its tokens, and ``pvary`` sums the cotangents of all ranks. Without
-    it, x gets this rank's part of the gradient alone.
+    it, x gets this rank's part of the gradient alone. Raises ``TypeError`` as ``check_axis`` does.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -109,6 +109,7 @@ def pmean(x: Tree, axis: Axis) -> Tree:
     """Takes the mean of each leaf over all ranks; that of integers and bools is a float.
 
     Each rank counts alike. For a mean over tokens, ``psum`` the sums and the counts, and divide.
+    Raises ``TypeError`` as ``check_axis`` does.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -122,7 +123,8 @@ def pmean(x: Tree, axis: Axis) -> Tree:
 def pvary(x: Tree, axis: Axis) -> Tree:
     """Returns the tree as it is, and sums its gradients over all ranks in the backward pass.
 
-    Use it for a parameter that all ranks share and each rank uses for itself.
+    Use it for a parameter that all ranks share and each rank uses for itself. Raises ``TypeError``
+    as ``check_axis`` does.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -139,7 +141,8 @@ def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tre
     """Stacks each leaf of all ranks along a new ``dim``, in order of rank.
 
     ``tiled`` concatenates them along an existing ``dim`` instead. Every rank gets the same. A leaf
-    needs one shape on all ranks. The backward pass runs ``psum_scatter``.
+    needs one shape on all ranks. The backward pass runs ``psum_scatter``. Raises ``TypeError`` as
+    ``check_axis`` does.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -164,7 +167,8 @@ def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> T
 
     ``dim`` has one entry per rank, and disappears. With ``tiled`` it stays: it is cut into equal
     blocks, one per rank. A ``dim`` whose size does not fit raises ``ValueError``. Integers and
-    bools are summed in int64. The backward pass runs ``all_gather``.
+    bools are summed in int64. The backward pass runs ``all_gather``. Raises ``TypeError`` as
+    ``check_axis`` does.
 
     >>> import torch
     >>> from purestep import VmapAxis

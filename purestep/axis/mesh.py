@@ -129,8 +129,9 @@ class MeshAxis(ProcessAxis):
         """Launches a collective on contiguous memory, and returns a function that waits for it.
 
         ``op`` is "psum", "all_gather" or "psum_scatter". The function returns the result: ``x``
-        itself, overwritten, after a psum, and a new vector after another op. ``launch`` and the
-        function raise ``RankError`` if the connection is lost.
+        itself, overwritten, after a psum, and a new vector after another op. That is the flat ``x``
+        of all ranks, or this rank's part of their sum. ``launch`` and the function raise
+        ``RankError`` if the connection is lost.
         """
         if op == "psum":
             return self._launch_psum(x)
@@ -264,7 +265,8 @@ LOST_CONNECTION = re.compile(
 def explain_lost_ranks(group: object) -> Iterator[None]:
     """Turns a lost connection or a timeout in the block into a ``RankError`` with advice.
 
-    The error names ``group``. Other errors pass.
+    The error names ``group``. Any ``DistError`` of torch counts as one, and any other
+    ``RuntimeError`` whose first line matches ``LOST_CONNECTION``. Other errors pass.
     """
     try:
         yield

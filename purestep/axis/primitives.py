@@ -71,7 +71,10 @@ class ProcessGroup(Protocol):
     """Runs collectives over ranks that run their own programs: not torch's class of this name."""
 
     def run(self, op: str, x: Tensor) -> Tensor:
-        """Runs a collective on one plain tensor of each rank; returns this rank's result."""
+        """Runs ``op``, as of ``Axis.apply``, on one plain tensor of each rank, and waits.
+
+        Returns this rank's result.
+        """
 
 
 class _CollectiveFunction(Function):
@@ -136,8 +139,9 @@ def apply_function(
 ) -> Tensor:
     """Runs the collective ``op`` on one tensor, with its derivatives and its batching rule.
 
-    Its ranks are those of ``process_group``. If that is None, they are the dimension along which a
-    ``torch.vmap`` batches ``rank_index``. Without either, it raises ``RuntimeError``.
+    ``op`` is a key of ``COLLECTIVES``. Its ranks are those of ``process_group``. If that is None,
+    they are the dimension along which a ``torch.vmap`` batches ``rank_index``. Without either, it
+    raises ``RuntimeError``.
     """
     apply: Callable[..., Tensor] = _CollectiveFunction.apply
     return apply(x, rank_index, op, process_group)

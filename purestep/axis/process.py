@@ -87,7 +87,10 @@ class ProcessAxis(ABC):
 
     @property
     def global_ranks(self) -> frozenset[int]:
-        """Returns the world ranks of the axis, this one included; empty if unknown."""
+        """Returns the empty set, which stands for unknown ranks.
+
+        A subclass that knows them returns their ranks in the world, this one included.
+        """
         return frozenset()
 
     def start_gather_log(self, log: GatherLog) -> None:
@@ -140,11 +143,11 @@ class ProcessAxis(ABC):
 
     @property
     def has_host_backend(self) -> bool:
-        """Returns whether collectives can run on the host, whatever the device."""
+        """Returns whether collectives can run on the host; by default, only if the ranks do."""
         return self.on_host
 
     def apply(self, op: str, x: Tensor) -> Tensor:
-        """Runs a collective on one tensor, and returns the result of this rank.
+        """Runs ``op``, as of ``Axis.apply``, on one tensor, and returns the result of this rank.
 
         It also runs under autograd, transforms of ``torch.func`` and a compiler, which get its
         derivatives.

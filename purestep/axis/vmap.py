@@ -52,7 +52,7 @@ class VmapAxis:
         ``in_dims`` and ``out_dims`` are as in ``torch.vmap``, for trees. An integer is the
         dimension of the leaves that runs over ranks. None means that every rank has the same. An
         output of ``out_dims=None`` must come from ``psum``, ``all_gather`` or shared inputs. Others
-        raise ``ValueError``, even if their values agree.
+        raise ``ValueError``, even if their values agree. So does a tree of dims that is no prefix.
 
         ``randomness`` is that of ``torch.vmap`` as well, for functions that draw from the global
         generator.
@@ -101,7 +101,9 @@ class VmapAxis:
     def apply(self, op: str, x: Tensor) -> Tensor:
         """Runs a collective over the ranks of ``map``, and returns the result of this rank.
 
-        Raises ``RuntimeError`` outside of ``map``.
+        ``op`` is as in ``Axis.apply``, or "invariant": that returns ``x``, but raises
+        ``ValueError`` if ``x`` may differ between ranks. Raises ``RuntimeError`` outside of
+        ``map``.
         """
         return apply_op(x, self.index, op)
 
@@ -141,8 +143,8 @@ def bind_rank_indices(
 def _broadcast_dims(dims: Any, args: Tree, name: str) -> list[int | None]:
     """Returns the dimension of every leaf of ``args``; the tree ``dims`` may be a prefix of it.
 
-    A None in ``dims`` is the dimension None. Raises ``ValueError``, which calls ``dims`` by
-    ``name``, if it does not fit.
+    A None in ``dims`` is the dimension None, and one in ``args`` is no leaf. Raises ``ValueError``,
+    which calls ``dims`` by ``name``, if it does not fit.
     """
     try:
         # A None in ``dims`` is a value, and one in ``args`` an empty subtree.

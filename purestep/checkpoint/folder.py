@@ -260,7 +260,10 @@ class Block(Tensor):
         return self.full_shape if dim is None else self.full_shape[dim]
 
     def __create_write_items__(self, fqn: str, block: Any) -> list[Any]:
-        """Lists what to write: this block, or nothing if it is empty but the full tensor is not."""
+        """Lists what to write: this block, or nothing if it is empty but the full tensor is not.
+
+        ``fqn`` is the name of the tensor. ``block`` is not read.
+        """
         from torch.distributed.checkpoint.metadata import (
             MetadataIndex,
             TensorProperties,

@@ -216,7 +216,7 @@ def _convert(
 def _read_block(saved: _SavedTensor, block: Sequence[tuple[int, int]]) -> Tensor:
     """Reads one block of a tensor and nothing else: ``(start, length)`` for each dimension.
 
-    Returns a new tensor on the host. Raises ``ValueError`` if the file ends before.
+    Returns a new tensor on the host. Raises ``ValueError`` if the file ends before the block does.
     """
     dtype = _DTYPES[saved.dtype]
     loaded = torch.empty([length for _, length in block], dtype=dtype)
@@ -240,7 +240,10 @@ def _read_block(saved: _SavedTensor, block: Sequence[tuple[int, int]]) -> Tensor
 
 
 def _read_into(file: Any, address: int, num_bytes: int, path: Path) -> None:
-    """Reads ``num_bytes`` to a memory address; raises ``ValueError`` if the file ends before."""
+    """Reads ``num_bytes`` to a memory address, from the position of an open ``file``.
+
+    Raises ``ValueError``, which names ``path``, if the file ends before.
+    """
     while num_bytes:
         memory = (ctypes.c_ubyte * num_bytes).from_address(address)
         num_read = file.readinto(memory)

@@ -57,7 +57,8 @@ def save(path: File, tree: Tree) -> None:
     rank, that rank raises its error, and the others ``OSError`` or ``RankError``.
 
     ``TypeError`` and ``ValueError`` name what ``state_dict`` refuses, and ``OSError`` what cannot
-    be written.
+    be written. A ``path`` that is none, and a ``Shard`` over any other axis, raise ``TypeError``.
+    Paths or trees that differ between ranks raise ``ValueError``.
 
     >>> save("nowhere/state", {"w": torch.ones(2)})
     Traceback (most recent call last):
@@ -102,7 +103,8 @@ def load(path: File, like: Tree) -> Tree:
     Any number of ranks can load a checkpoint, whatever number saved it. Where ``like`` has a
     ``Shard``, each rank loads its shard. Where ``like`` has a tensor, each rank loads all of it. If
     ``like`` has a ``Shard``, all processes call ``load`` with one path. If it fails on one rank,
-    that rank raises its error, and the others ``RankError``.
+    that rank raises its error, and the others ``RankError``. If they read different saves, all
+    raise ``ValueError``.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
@@ -172,11 +174,11 @@ def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> Non
 def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
     """Saves to ``folder/step``, then removes all but the last ``keep`` checkpoints there.
 
-    The name of a step has at least eight digits, as ``00000100``. ``keep`` is at least 1. The
-    folder is made if it is missing, but not its parents. What killed saves of earlier steps left is
-    removed too, other files are not. A folder that holds a later step raises ``ValueError``,
-    because ``latest_checkpoint`` would still return the later one. A tree with ``Shard`` needs all
-    processes to call this, another tree one rank alone.
+    The name of a step has at least eight digits, as ``00000100``. A ``step`` below 0 or a ``keep``
+    below 1 raises ``ValueError``. The folder is made if it is missing, but not its parents. What
+    killed saves of earlier steps left is removed too, other files are not. A folder that holds a
+    later step raises ``ValueError``, because ``latest_checkpoint`` would still return the later
+    one. A tree with ``Shard`` needs all processes to call this, another tree one rank alone.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -308,7 +310,8 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
         """Begins ``save`` after the save before it, and returns when the tensors are copied.
 
         If the save before it failed, raises that error, and saves nothing. A tree that
-        ``state_dict`` refuses raises here. Other errors come at the next call or ``wait()``.
+        ``state_dict`` refuses raises here, and so do paths or trees that differ between ranks.
+        Other errors come at the next call or ``wait()``.
         """
         self.wait()
         self._start(path, tree)
@@ -317,8 +320,9 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
         """Begins ``save_step`` after the save before it, and returns when the tensors are copied.
 
         If the save before it failed, raises that error, and saves nothing. An invalid ``step`` or
-        ``keep``, a folder that cannot be made, and a tree that ``state_dict`` refuses raise here.
-        Other errors come at the next call or ``wait()``.
+        ``keep``, a folder that cannot be made, and one that holds a later step raise here. So do a
+        tree that ``state_dict`` refuses, and paths or trees that differ between ranks. Other errors
+        come at the next call or ``wait()``.
         """
         self.wait()
         path = prepare_step_path(folder, step, keep)
@@ -336,6 +340,7 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
 
         The thread then removes all but the last ``keep`` checkpoints beside ``path``; if ``keep``
         is None, none. For a tree with ``Shard``, the first call makes a gloo group of all ranks.
+        Raises here as ``save_group`` and ``agree_on_leaves`` do.
         """
         group = save_group(tree)
         if group is not None:

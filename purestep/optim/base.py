@@ -332,7 +332,7 @@ def raise_mismatch(
 ) -> NoReturn:
     """Raises the ValueError for arguments that do not fit an update.
 
-    It says whether params are missing, or the state, the gradients or a dtype does not fit. It
+    It says whether params are None, or the state, the gradients or a dtype does not fit. It
     calls ``init(params)`` to compare the state, and an error of that call goes through.
     """
     if params is None:

@@ -166,7 +166,7 @@ def evaluate_rates(
 ) -> list[float | Tensor]:
     """Returns hyperparameters in order, with the rate of this step in place of a schedule.
 
-    Raises TypeError if ``step`` is None.
+    ``step`` is how many steps came before. Raises TypeError if it is None.
     """
     if step is None:
         raise TypeError(
@@ -366,8 +366,9 @@ def run_fused(
 ) -> None:
     """Runs a fused kernel, which writes to params and slots; ``step`` already counts this step.
 
-    ``hyperparams`` are the learning rate and the weight decay. On the host ``applied`` must be
-    None. On a device all values stay as they are where ``applied`` is False; None means True.
+    The columns are gradients, params and slots. ``hyperparams`` are the learning rate and the
+    weight decay. On the host ``applied`` must be None. On a device all values stay as they are
+    where ``applied`` is False; None means True.
     """
     rate, decay = hyperparams
     grads, params, *slots = columns
@@ -493,7 +494,7 @@ def widen_grads(grads: list[Tensor], others: Columns) -> list[Tensor]:
 
 
 def make_step_counter(params: Params) -> Tensor:
-    """Returns a step counter: 0 in int64, on the device of the first leaf or the host."""
+    """Returns a step counter: 0 in int64, on the first leaf's device; without any, on the host."""
     leaves = tree.leaves(params)
     if not leaves:
         return torch.zeros((), dtype=torch.int64)

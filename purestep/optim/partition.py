@@ -59,7 +59,8 @@ def partition(
     state is a dict of their states by label, or a tuple for Transforms. A label that no parameter
     has is left out of it.
 
-    ``init`` and ``update`` raise ``ValueError`` for a label that is not among ``transforms``.
+    ``init`` and ``update`` raise ``ValueError`` for a label that is not among ``transforms``. So
+    does ``update`` for gradients or a state that do not fit the params.
 
     Args:
         transforms: a dict of optimizers, or of transforms, by label.

@@ -54,7 +54,10 @@ def check_rate(learning_rate: object) -> None:
 
 
 def _holds_parameters(value: object) -> bool:
-    """Returns whether this is a list of ``nn.Parameter``, or of groups, as of ``torch.optim``."""
+    """Returns whether this is a list whose first element is an ``nn.Parameter`` or a dict.
+
+    So are the parameters, or groups of them, that ``torch.optim`` takes.
+    """
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, torch.nn.Parameter | dict)
 

@@ -68,7 +68,7 @@ def from_torch(
 
     Each update passes the state to torch and takes it back, so torch keeps nothing. Gradients are
     cast to the params' dtype, as torch needs. Under ``vmap``, ``grad``, ``jvp`` or
-    ``torch.compile``, or if an argument requires grad, an update raises ``ValueError``, because
+    ``torch.compile``, or if an argument or ``lr`` requires grad, an update raises ``ValueError``:
     torch's in-place steps have wrong derivatives there. ``init`` raises ``ValueError`` for a
     ``Shard`` if the algorithm is not elementwise, and ``TypeError`` if its state has more than
     tensors.
@@ -309,8 +309,9 @@ def step_in_place(
 ) -> None:
     """Takes one step, which writes to leaves and states, and sets ``grad`` of leaves.
 
-    Gradients are cast to the leaves' dtypes. At the first step the old states are not read: torch
-    makes them.
+    ``leaves`` are the params of ``optimizer``, and ``states`` torch's state of each: a dict of
+    tensors and None. Gradients are cast to the leaves' dtypes. At the first step the old states are
+    not read: torch makes them.
     """
     for leaf, grad, state in zip(leaves, grads, states, strict=True):
         leaf.grad = grad.to(leaf.dtype)

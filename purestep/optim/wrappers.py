@@ -153,9 +153,9 @@ def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
 
         θ ← optimizer(g, θ),    a ← decay · a + (1 − decay) · θ
 
-    The mean starts at the params, and moves when they move. So a skipped step, or one without
-    tokens, leaves it. It shares no memory with params, and checkpoints hold it. Evaluate
-    ``opt_state.average``, cast to the params' dtype if that is half precision. Raises
+    The mean starts at the params, and moves at each update that is applied. So a skipped step, or
+    one without tokens, leaves it. It shares no memory with params, and checkpoints hold it.
+    Evaluate ``opt_state.average``, cast to the params' dtype if that is half precision. Raises
     ``TypeError`` unless ``optimizer`` is an Optimizer. Raises ``ValueError`` for a ``decay`` that
     is a number and not from 0 to 1.
 

@@ -262,7 +262,10 @@ class GradBuckets:
                 self._add(index, sums[index])
 
     def launch(self) -> None:
-        """Launches all buckets that are left, in order; all leaves must have been added."""
+        """Launches all buckets that are left, in order.
+
+        A leaf that has not been added, as after a failure, sends any values.
+        """
         while self._num_launched < len(self._buckets):
             self._launch_next()
 

@@ -19,7 +19,8 @@ def to_dtensor(tree_: Tree) -> Tree:
 
     Raises ``TypeError`` for a ``Shard`` that is in another one, or not over a ``MeshAxis``. Other
     leaves stay as they are. Autograd does not record this. A leaf in a ``Shard`` that has
-    another number of dimensions, such as a step count, becomes a plain tensor.
+    another number of dimensions, such as a step count, becomes a plain tensor. Any other shape than
+    that of this rank's part raises ``ValueError``.
 
     >>> from purestep import shard
     >>> from torch.distributed.device_mesh import init_device_mesh

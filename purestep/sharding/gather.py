@@ -40,7 +40,7 @@ def params_for_loss(params: Params, axis: Axis, gather: Gather) -> Params:
     A leaf that is sharded over ranks of the axis is marked only over the other ranks. With
     ``gather="step"``, a collective gathers each ``Shard`` over the axis or a subaxis. Otherwise
     these stay. A ``Shard`` over an axis that does not split tokens (tensor parallelism) becomes the
-    local tensor.
+    local tensor. The padding of shards is set to zero. All ranks call it together.
     """
     leaves, spec = tree.flatten(params)
     shard_specs = tree.shard_specs(spec)
@@ -67,8 +67,8 @@ def gather_shards(
     """Returns the tree with ``leaves`` in place of its leaves, and without ``Shard`` nodes.
 
     Leaves in ``shard_specs`` are gathered to full tensors, differentiably. Processes gather them in
-    buckets. Under a transform, or where ranks run one program, each leaf takes a collective. Other
-    leaves stay local.
+    buckets. Under a transform or a compiler, or where ranks run one program, each leaf takes a
+    collective. Other leaves stay local.
     """
     gathered = [*leaves]
     specs = [*shard_specs.values()]
@@ -174,8 +174,8 @@ def make_reduce_scatter(
     hook, full buckets of gradients are launched while the backward pass runs. ``dtypes`` are those
     of all gradients.
 
-    The hook is None without shards, under a transform or autograd, and where ranks run one program.
-    There, the function scatters gradients one by one, and writes to the list.
+    The hook is None without shards, and where ranks run one program. So it is under a transform, a
+    compiler or autograd. There, the function scatters gradients one by one, and writes to the list.
     """
     specs = [*shard_specs.values()]
     if specs and _can_bucket(specs, full_tensors):

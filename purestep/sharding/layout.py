@@ -19,8 +19,10 @@ from purestep.tree.shard import ShardSpec, ShardSpecs
 def reduce_axis(shard_spec: ShardSpec | None, axis: Axis) -> Axis | None:
     """Returns the axis over which a leaf's gradient is summed, after its scatter; None for none.
 
-    That is ``axis``, less the dimensions that the scatter over the leaf's subaxis has summed. All
-    ranks call it together, since it may make a process group.
+    That is ``axis``, less the dimensions that the scatter over the leaf's subaxis has summed. It is
+    ``axis`` itself if ``shard_spec`` is None, or if the leaf is sharded over another axis. All
+    ranks call it together, since it may make a process group. Raises ``ValueError`` as
+    ``MeshAxis.complement`` does.
 
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)

@@ -17,7 +17,7 @@ def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
     Every rank passes the same full tensors; gradients by them are summed over ranks. The parts are
     copies, and the last ones may be shorter, or padded with zeros where ranks run one program. A
     scalar is copied, not sharded. The part in a ``Shard`` is sharded in turn. Raises ``ValueError``
-    for a leaf that has no such ``dim``.
+    for a leaf that has no such ``dim``, and ``TypeError`` unless ``axis`` is an axis object.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)
@@ -62,7 +62,8 @@ def unshard(tree_: Tree) -> Tree:
     """Replaces each ``Shard`` by the full tensor, gathered from all ranks. Other leaves stay.
 
     A ``Shard`` in a ``Shard`` is gathered over both axes. A leaf in a ``Shard`` that has another
-    number of dimensions, such as a step count, becomes a plain tensor as it is.
+    number of dimensions, such as a step count, becomes a plain tensor as it is. Any other shape
+    than that of this rank's part raises ``ValueError``.
 
     Processes gather leaves of one dtype together, up to ``bucket_bytes`` in each all-gather. In the
     backward pass, reduce-scatters sum the ranks' gradients. So ``unshard(shard(x))`` is

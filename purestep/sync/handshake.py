@@ -66,6 +66,9 @@ def encode_status(
 ) -> Tensor:
     """Packs this rank's ``Status`` into a new vector of float64, on the axis's device.
 
+    ``group_len`` is how many microbatches the rank holds. Without any, the dtype of ``loss`` does
+    not count. ``knows_gathers`` is whether the rank remembers what a microbatch gathers.
+
     The fingerprint is reduced modulo ``max_fingerprint``. The host does not wait for counts or a
     loss that lie on a device.
     """
@@ -115,7 +118,7 @@ def max_fingerprint(axis: ProcessAxis) -> int:
 def counts_from(message: Tensor, has_float_weights: bool) -> TokenCounts:
     """Returns the counts in a message, or in the sum of messages, on its device.
 
-    ``num_tokens`` is float64 with ``has_float_weights``, else int64.
+    ``num_tokens`` is int64; with ``has_float_weights``, a view of the message, in float64.
     """
     totals = views_of(message)
     num_tokens = totals["num_tokens"]
@@ -150,10 +153,10 @@ class PendingStatus:
         self._status: Status | None = None
 
     def read(self) -> Status:
-        """Waits for the sum and returns it, or raises as ``check_status`` does.
+        """Waits until the host has the sum, and returns it, or raises as ``check_status`` does.
 
-        Later calls return a checked sum at once. On the host, an error is a collective: all ranks
-        of the axis exchange texts for it.
+        Later calls return a checked sum at once. On the host, a failure or a difference is a
+        collective: all ranks of the axis exchange texts for the error.
         """
         if self._status is None:
             axis = self._axis
@@ -300,7 +303,8 @@ def check_status(
     ``ValueError``. N also overflows if integer weights add up to more than ``MAX_EXACT_INT``.
 
     ``compared`` is what this rank's fingerprint was made of. With ``can_ask``, all ranks call this
-    together, and exchange texts for the error. Without it, weights of different dtypes raise, too.
+    together, and exchange texts about a failure or a difference. Without it, ``ValueError`` also
+    comes if some ranks have float weights and others integers.
     """
     if status.num_failed:
         raise _failure(axis, status, can_ask=can_ask)

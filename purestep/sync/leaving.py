@@ -79,8 +79,9 @@ class RollCall:
     def before_launch(self, launch: Launch) -> None:
         """Raises ``RankLeftError`` if a rank of the axis has left, or launches something else.
 
-        This is a sum over the axis, for whose result the host waits: all of its ranks raise. Later
-        calls raise again, without a sum.
+        This is a sum over the axis, for whose result the host waits: all of its ranks raise. The
+        axis is then closed, so ``leave`` does not sum over it. Later calls raise again, without a
+        sum.
         """
         self._raise_again()
         axis = launch.axis
@@ -144,7 +145,8 @@ class Repeated:
     def before_launch(self, launch: Launch) -> None:
         """Raises ``OtherGatherError`` if the launch is not the next one of the remembered launches.
 
-        Later calls raise the same error again.
+        Otherwise takes it off these, so that ``leave`` does not run it. After an error, later calls
+        raise the same error again.
         """
         self._raise_again()
         if not self._remaining or launch != self._remaining[0]:
@@ -218,9 +220,10 @@ class LossGathers:
     def guard(self, num_microbatches: int, *, all_know: bool) -> None:
         """Sets up ``Repeated`` if all ranks know what a microbatch launches, else a ``RollCall``.
 
-        From then on, that is called before each launch of a gather, and may raise there. Without
-        axes, or if launches are not noted at all, it sets up nothing. It comes before the first
-        microbatch. ``num_microbatches`` is the same on all ranks.
+        From then on, that is called before each launch of a gather, and may raise there. It sets up
+        nothing without axes, or if ``known_launches`` is None. It comes before the first
+        microbatch. ``num_microbatches`` is the same on all ranks, and so is ``all_know``: whether
+        ``are_known`` holds on all of them.
         """
         if not self.axes or self._known is None:
             return
@@ -316,7 +319,8 @@ def again_if_gathers_vary(step: FunctionT) -> FunctionT:
     """Wraps a step to run once more if it raises ``GathersVaryError``.
 
     The second run has roll calls, so a loss may leave out a layer if all ranks do. The first run
-    has changed nothing but torch's random generator. An error of the second run is raised.
+    has changed nothing but torch's random generator. An error of the second run is raised. The
+    wrapper takes positional arguments alone.
     """
 
     @wraps(step)

@@ -112,9 +112,10 @@ class MultiProgramSession:
     ) -> TokenCounts:
         """Returns the sum of all ranks' counts, and compares what the ranks are about to do.
 
-        On the host, it raises ``ValueError`` if they differ, or ``RankError`` if a rank has failed.
-        On a device, ``max_microbatches`` or ``all_reduce_grads`` raises. There, N is float64 on a
-        rank without microbatches. Unless ``gather`` is "step", logs of gathers start.
+        On the host, it raises ``ValueError`` if ranks differ in it, or if N overflows, and
+        ``RankError`` if a rank has failed. On a device, ``max_microbatches`` or
+        ``all_reduce_grads`` raises. There, N is float64 on a rank without microbatches. Unless
+        ``gather`` is "step", logs of gathers start.
 
         Raises ``ValueError`` for tensors that autograd or a transform records. So it does for
         params on an accelerator if ranks are threads.
@@ -167,10 +168,13 @@ class MultiProgramSession:
         return {name: handshake.fingerprint(name, x) for name, x in trees.items()}
 
     def params_for_loss(self, params: Params, shard_specs: ShardSpecs) -> Params:
-        """Returns the params as the loss sees them: full if ``gather`` is "step", else as given.
+        """Returns the params as the loss sees them: marked by ``pvary``, and perhaps gathered.
 
-        From here on, other ranks wait for the second message, and the backward pass may launch
-        buckets that are full.
+        If ``gather`` is "step", shards over the axis or a subaxis become full tensors; otherwise
+        they stay. Shards over other axes become this rank's local tensors.
+
+        From here on, buckets take a collective for one of the loss, and the backward pass may
+        launch those that are full.
         """
         visible = params_for_loss(params, self._axis, self._gather)
         self._await_grads()
@@ -181,7 +185,8 @@ class MultiProgramSession:
     ) -> GradHook | None:
         """Makes buckets for gradients that the loss does not reduce; returns the hook to fill them.
 
-        Sums are in ``accum_dtype``, or without it in the accumulation dtype of each leaf.
+        Sums are in ``accum_dtype``; if that is None, in the accumulation dtype of each leaf. All
+        ranks call it together, since it may make a process group.
         """
         leaves, spec = tree.flatten(params)
         shard_specs: Any = tree.shard_specs(spec) or [None] * len(leaves)
@@ -247,11 +252,11 @@ class MultiProgramSession:
     ) -> GradSums:
         """Returns the sums of all ranks' results; those without microbatches take part with zeros.
 
-        Raises ``ValueError`` if autograd or a transform records the sums. It raises ``ValueError``,
-        too, if ranks differ in aux, in what losses gather, or in the buckets that were launched
-        early. If only some ranks have a microbatch, losses cannot return aux. Raises ``RankError``
-        if a rank has failed, and ``RankLeftError`` or ``OtherGatherError`` as the guard of gathers
-        does.
+        Raises ``ValueError`` if autograd records the sums, or if N overflows. It raises
+        ``ValueError``, too, if ranks differ in aux, in what losses gather, or in the buckets that
+        were launched early. So it does if losses return aux, and only some ranks have a microbatch.
+        Raises ``RankError`` if a rank has failed, and ``RankLeftError`` or ``OtherGatherError`` as
+        the guard of gathers does. On a device, it raises what ``all_reduce_counts`` could not.
         """
         grads = tree.leaves(sums.grads)
         if tree.leaves_require_grad(grads):
@@ -382,7 +387,7 @@ class MultiProgramSession:
         """Sums a message over all ranks in place, and waits for it and for the buckets.
 
         If it is the second message, it first launches the buckets that are left, and raises what
-        the first message shows.
+        the first message shows. It notes that other ranks wait for no message any more.
         """
         if self._awaited == "grads":
             self._buckets.launch()

@@ -42,9 +42,12 @@ def compare_replicas(
 ) -> bool:
     """Runs ``check_replicas``, which may raise; returns whether later steps can do without it.
 
+    All ranks call it together. ``rank`` is the session's: that on the step's ``axis``, or 0 where
+    ranks run one program.
+
     Without sharded params no check runs, and it returns True. Otherwise checks are counted for each
     structure of params and place: after one that returned True, or ``MAX_COMPARISONS`` of them,
-    none runs. ``comparisons`` is updated in place.
+    none runs, and it returns True. ``comparisons`` is updated in place.
     """
     _, spec = tree.flatten(params)
     shard_specs = tree.shard_specs(spec)
@@ -80,12 +83,13 @@ def place_of(rank: int, shard_specs: ShardSpecs) -> Place:
 def check_replicas(params: Params, axis: Axis, sums: GradSums) -> bool:
     """Raises ``ValueError`` if ranks that share tokens, but not params, have different sums.
 
-    All ranks call it together, after the sums over ``axis``, and all of them raise. They compare N,
-    the loss, and gradients of params that such an axis replicates.
+    These are the ranks of each axis over which params are sharded, and tokens are not split. They
+    compare N, the loss, and gradients of params that are not sharded over this axis. All ranks call
+    it together, after the sums over ``axis``, the step's, and all of them raise.
 
     Returns False if equal sums show nothing yet: without tokens, or if a loss is not finite, or a
-    gradient is zero or not finite. Returns True if there is nothing to compare, and under a
-    transform or a compiler.
+    gradient is zero or not finite. Otherwise returns True, also if there is nothing to compare, and
+    under autograd, a transform or a compiler.
     """
     grads = tree.leaves(sums.grads)
     _, spec = tree.flatten(params)
@@ -152,9 +156,10 @@ def _raise_together(
 
 
 def _find_other_axes(axes_of_leaves: Sequence[Any], axis: Axis) -> list[Any]:
-    """Lists, each once, the axes of shards that have only this rank in common with the step's axis.
+    """Lists, each once, the axes of shards that share at most this rank with the step's axis.
 
-    Axes whose ranks run one program are left out.
+    ``axes_of_leaves`` has a tuple of axes for each leaf. Axes whose ranks run one program are left
+    out.
     """
     others: list[Any] = []
     for axes in dict.fromkeys(axes_of_leaves):
@@ -172,7 +177,7 @@ def _measure(
 
     Of a sharded leaf, both are sums over all its ranks, which call this together. The dot product
     tells gradients in different rows apart, whose norms may agree by chance. A leaf that is sharded
-    over all ``others`` has zeros.
+    over all ``others`` has zeros. ``axes_of_leaves`` has a tuple of axes for each leaf.
     """
     rows = []
     for grad, axes in zip(grads, axes_of_leaves, strict=True):
@@ -212,8 +217,9 @@ def _compare_totals(
 ) -> bool:
     """Raises ``ValueError`` if N or losses differ between the axis's ranks by more than rounding.
 
-    ``num_tokens`` and ``losses`` have one number for each rank. Returns whether N > 0 and losses
-    are finite, on all ranks.
+    ``num_tokens`` and ``losses`` have one number for each rank. Rounding is a relative difference
+    up to the square root of the dtype's eps. Numbers of which one is not finite are not compared.
+    Returns whether N > 0 and losses are finite, on all ranks.
     """
     if _differ(num_tokens, _largest(num_tokens), dtype) or _differ(
         losses, _largest(losses), dtype
@@ -237,8 +243,9 @@ def _check_grads(
 ) -> None:
     """Raises ``ValueError`` if norms or projections of one param's gradients differ between ranks.
 
-    ``norms`` and ``projections`` have one number for each rank. A relative difference up to the
-    square root of the dtype's eps is rounding.
+    ``norms`` and ``projections`` have one number for each rank. A difference of either is rounding
+    up to the largest norm times the square root of the dtype's eps. Numbers of which one is not
+    finite are not compared. ``name`` and ``axis`` are for the error.
     """
     scale = _largest(norms)
     if _differ(norms, scale, dtype) or _differ(projections, scale, dtype):

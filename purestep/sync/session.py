@@ -61,9 +61,10 @@ class Session(Protocol):
     ) -> TokenCounts:
         """Returns the sum of all ranks' counts, and compares what the ranks are about to do.
 
-        That is their settings, and dtypes, shapes and structure of params and ``opt_state``; with
-        ``gather="loss"`` also how many microbatches they hold. Ranks that run one program are not
-        compared. ``counts`` and ``num_microbatches`` are those of this rank.
+        That is their settings, and dtypes, shapes and structure of params and ``opt_state``. With
+        ``gather="loss"`` it is also how many microbatches they hold; with a ``weight_fn``, only
+        whether they hold any. Ranks that run one program are not compared. ``counts`` and
+        ``num_microbatches`` are those of this rank.
 
         On the host, it raises an error that names the ranks that differ. On a device, a later call
         raises an error, which cannot name them.
@@ -79,10 +80,12 @@ class Session(Protocol):
     def grad_hook(
         self, params: Params, accum_dtype: torch.dtype | None
     ) -> GradHook | None:
-        """Returns a function that takes each leaf's final sum, and begins to reduce it at once.
+        """Returns a function that takes each leaf's final sum, which may be reduced from then on.
 
-        The call ``hook(index, total)`` returns where the sum lies from then on. Returns None where
-        sums stay where they are until ``all_reduce_grads``.
+        The call ``hook(index, total)``, with the position of the leaf, returns where the sum lies
+        from then on. Sums are in ``accum_dtype``; None: in the accumulation dtype of each leaf.
+
+        Returns None where sums stay where they are until ``all_reduce_grads``.
         """
 
     def max_microbatches(self, num_microbatches: int) -> int:
@@ -110,6 +113,9 @@ def open_session(
     known_launches: KnownLaunches | None = None,
 ) -> AbstractContextManager[Session]:
     """Opens the session of one update as a context manager; ranks must have equal ``config``.
+
+    ``config`` holds settings as texts by name. With ``gather="loss"`` it needs "weight_fn", which
+    is "given" if there is one.
 
     In ``known_launches``, ranks note what each microbatch gathers, for later updates. Without it, a
     rank that fails among gathers raises alone. While a compiler traces, the ranks of every axis run
