@@ -66,10 +66,11 @@ def make_backward(
             optimizer.step()
 
     ``backward(microbatches)`` sets ``.grad`` of each parameter that requires grad to the gradient
-    that ``make_update_step`` computes, in the parameter's dtype. What was in ``.grad`` is gone, so
-    nothing is left to zero. If ``backward`` raises, ``.grad`` is None. A parameter that the loss
-    does not reach has a gradient of zeros. The parameters themselves are the leaves: nothing is
-    copied, and the module runs as it is, with its hooks and buffers.
+    that ``make_update_step`` computes. It is in the parameter's ``grad_dtype``, by default its
+    dtype. What was in ``.grad`` is gone, so nothing is left to zero. If ``backward`` raises,
+    ``.grad`` is None. A parameter that the loss does not reach has a gradient of zeros. The
+    parameters themselves are the leaves: nothing is copied, and the module runs as it is, with its
+    hooks and buffers.
 
     Args:
         model: the module. Not one in ``DistributedDataParallel``: name the ranks by ``axis``.
@@ -82,11 +83,13 @@ def make_backward(
         compile: compile the loss, by ``torch.compile`` or by a function like it.
 
     Returns:
-        The metrics of an update: ``grad_norm`` is that before any clipping, and ``applied`` is
-        False where there is no token: the gradient is then zero.
+        The function ``backward``, which returns the metrics of an update. ``grad_norm`` is that
+        before any clipping. ``applied`` is False where there is no token: the gradient is then
+        zero.
 
-    Raises ``TypeError`` for a module in DDP or FSDP. ``backward`` raises ``ValueError`` if no
-    parameter requires grad, if a microbatch has a graph, and under a transform or a compiler.
+    Raises ``TypeError`` unless ``model`` is a module, and for one in DDP or FSDP. The other
+    arguments raise as in ``make_update_step``. ``backward`` raises ``ValueError`` if no parameter
+    requires grad, if a microbatch has a graph, and under a transform or a compiler.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> nn.init.zeros_(model.weight).tolist()

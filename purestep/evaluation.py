@@ -52,6 +52,9 @@ def make_eval_step(
     and 0 without tokens. Under a transform of ``torch.func`` it can be differentiated; otherwise
     metrics are detached.
 
+    Raises ``TypeError`` or ``ValueError`` for arguments that it cannot take. ``eval_step`` raises
+    them for params or microbatches that do not fit, and for params that were donated.
+
     Args:
         loss_fn: as in ``make_update_step``. Leave out dropout, of which the first evaluation warns,
             and auxiliary losses.

@@ -46,8 +46,9 @@ def forward_microbatch(
     itself. If ``weights`` is None, the loss must return them; else it must not. Terms are in
     float32 or wider.
 
-    ``LossOutput.microbatch_loss`` is a second term, unless the microbatch has no tokens. Its
-    cotangent is 1 / ``divisors.num_microbatches``; without ``divisors``, it raises ``ValueError``.
+    ``LossOutput.microbatch_loss`` is a second term, unless the host sees that the microbatch has no
+    tokens. Its cotangent is 1 / ``divisors.num_microbatches``, or 0 without tokens. Without
+    ``divisors``, it raises ``ValueError``. Raises as ``as_loss_output`` and ``match_weights``, too.
 
     >>> divisors = denominators(TokenCounts(torch.tensor(4), torch.tensor(1)))
     >>> x, weights = torch.tensor([1.0, 5.0]), torch.tensor([1, 0])

@@ -322,8 +322,8 @@ def draw_like(x: Tensor, key: KeyOrPackedKeys, convert: WordFn) -> Tensor:
 def _draw(key: Tensor, shape: Sequence[int], convert: WordFn) -> Tensor:
     """Draws a word for each element, and returns ``convert(word)``: ``(*key.shape, *shape)``.
 
-    The counters of an element are its coordinates in ``shape``. The first dimensions beyond four
-    are folded into the key.
+    The counters of an element are its coordinates in ``shape``. Of more than four dimensions, all
+    but the last four are folded into the key. Raises TypeError as ``_check_keys``.
     """
     _check_keys(key)
     if not shape:

@@ -88,8 +88,9 @@ def load_state_dict(like: Tree, flat: Mapping[str, Tensor]) -> Tree:
 def named_leaves(tree: Tree) -> NamedLeaves:
     """Returns detached tensors and ``Shard`` nodes by name; names have no ``.local``.
 
-    Raises TypeError for other leaves. Raises ValueError for keys without a stable ``repr`` and two
-    leaves of one name. So do parts of a wrong shape, and leaves that were donated.
+    A ``Shard`` has the full tensor's name. Raises TypeError for other leaves. Raises ValueError for
+    keys without a stable ``repr``, two leaves of one name, parts of a wrong shape, and donated
+    leaves.
     """
     leaves = _pair_with_names(tree, hidden_type=Shard)
     _, spec = trees.flatten(tree)

@@ -190,8 +190,9 @@ def make_step(
         check: ``check(params, opt_state, microbatches)`` raises if the step cannot take these.
             It runs in each update until this structure of params counts as checked.
         finish: ``finish(sums, total, params, opt_state)`` returns new params, a new state and
-            metrics. ``sums`` are divided as ``settings`` say. ``total`` has the token counts of all
-            ranks.
+            metrics. ``sums`` are divided by N, however ``settings`` normalize. ``total`` has the
+            token counts of all ranks. Where ranks run a program each, the step raises as
+            ``check_no_graph`` for the new params.
         notes_launches: whether ranks note what each microbatch gathers, for later updates.
     """
     weight_fn, axis, normalize, accum_dtype, gather = settings
@@ -268,10 +269,10 @@ def make_step(
 
 
 def check_settings(settings: StepSettings, **choices: str) -> dict[str, str]:
-    """Returns the settings on which all ranks must agree, by name.
+    """Returns the settings on which all ranks must agree, as texts by name.
 
-    ``choices`` are further settings of a step, such as ``on_nonfinite``. Raises ValueError if a
-    setting is invalid, or if settings contradict each other.
+    ``choices`` may have one more setting, ``on_nonfinite``. Raises ValueError if a setting is
+    invalid, or if settings contradict each other.
     """
     choices |= {"normalize": settings.normalize, "gather": settings.gather}
     allowed = {"normalize": Normalize, "gather": Gather, "on_nonfinite": OnNonfinite}
@@ -376,7 +377,10 @@ def _make_graph_check(
 
 
 def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:
-    """Adds the containers of checked params to ``seen_specs``, which keeps the last eight."""
+    """Adds the containers of params that this rank has checked to ``seen_specs``.
+
+    It keeps the last eight of each ``Place``: of the rank on the step's axis and those of shards.
+    """
     _, spec = tree.flatten(params)
     key = place_of(rank, tree.shard_specs(spec))
     seen_specs.setdefault(key, deque(maxlen=8)).append(spec)
@@ -458,9 +462,12 @@ def apply_update(
 
     Where a transform, a compiler or autograd follows the values, it is ``optimizer.update`` and a
     selection. If ``writes_in_graph``, a graph writes these to the caller's buffers. Elsewhere it is
-    ``update_``: on the caller's buffers with ``donate``, otherwise on one copy of them. It consumes
-    the gradients. The host reads an ``applied`` that lies on it, and waits for no device. Raises
-    ``ValueError`` for params or state that were donated before.
+    ``update_``: on the caller's buffers with ``donate``, otherwise on one copy of them. ``update_``
+    consumes the gradients. With ``donate``, the first leaves of params and state are then marked as
+    donated. The host reads an ``applied`` that lies on it, and waits for no device.
+
+    Raises ``ValueError`` for params or state that were donated before. An error that a wrong state
+    causes becomes a ``ValueError`` or ``TypeError`` that says so.
 
     >>> import torch
     >>> from purestep.optim import sgd

@@ -344,9 +344,11 @@ def skip_compilation(function: Callable[..., Any]) -> None:
 def graph_pass(rewrite: Callable[[Any], None], file: str, extra: str = "") -> Any:
     """Makes a pass over inductor's graphs, with a name by which inductor caches what it compiles.
 
-    With a plain function, inductor compiles anew in each process: "Unsupported post grad custom
-    pass". The name changes with the ``file`` that holds the pass, and with ``extra``, which is all
-    else that the pass depends on. A torch without ``CustomGraphPass`` gets ``rewrite`` itself.
+    The pass calls ``rewrite(graph)``, which changes the graph in place. With a plain function,
+    inductor compiles anew in each process: "Unsupported post grad custom pass". The name changes
+    with the contents of ``file``, the path of the code of the pass. It also changes with ``extra``,
+    which is all else that the pass depends on. A torch without ``CustomGraphPass`` gets ``rewrite``
+    itself.
     """
     try:
         from torch._inductor.custom_graph_pass import (

@@ -33,7 +33,8 @@ def balance(
         The examples of each rank, in their original order.
 
     Raises ``ValueError`` if ``ranks`` is below 1, or if a cost is negative or not finite. Without
-    ``cost``, an example whose leaves differ in length raises it too.
+    ``cost``, an example whose leaves differ in length or lack it raises it too. So does a name in
+    ``per_example`` that no leaf has.
 
     >>> import torch
     >>> parts = balance([torch.ones(n) for n in (5, 4, 3, 3, 1)], 2)
@@ -55,8 +56,9 @@ def balance(
 def balance_indices(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Assigns examples to ranks by their costs alone, as ``balance`` does: returns their indices.
 
-    The indices of each rank ascend. Raises ``ValueError`` if a cost is negative or not finite, or
-    if ``ranks`` is below 1.
+    Among ranks of equal cost so far, the next example goes to the one with the fewest examples. The
+    indices of each rank ascend. Raises ``ValueError`` if a cost is negative or not finite, or if
+    ``ranks`` is below 1.
 
     >>> balance_indices([5, 4, 3, 3, 1], 2)
     [[0, 3], [1, 2, 4]]

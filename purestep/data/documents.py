@@ -34,12 +34,14 @@ def pack_documents(
     and take position embeddings by ``positions``. Then each token's loss is that of its example
     alone. Make labels before packing, so that no example's last token predicts the next example.
 
-    Examples are mappings without these two names, and need one structure. ``pad`` gives the value
-    of each leaf's padding, by name, as in ``pack``. Examples of length 0 are left out, and get no
-    segment; if all are, the leaves have no rows.
+    Examples are mappings without these two names. Those that are not empty need one structure, and
+    in each leaf one dtype and one shape except for the length. ``pad`` gives the value of each
+    leaf's padding, by name, as in ``pack``. Examples of length 0 are left out, and get no segment;
+    if all are, the leaves have no rows.
 
-    Raises ``ValueError`` without examples, for an example longer than ``row_tokens``, and for one
-    of length 0 with a leaf that has no length.
+    Raises ``ValueError`` without examples, and for examples that do not fit together. An example
+    longer than ``row_tokens`` raises it too, and one of length 0 with a leaf that has no length. So
+    does a leaf without a value in ``pad``.
 
     A leaf without dimensions, or named by ``per_example``, comes as
     ``(rows, most segments of a row, ...)``, padded. Segment n of a row has its leaf at

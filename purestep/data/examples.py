@@ -27,7 +27,8 @@ def check_same_fields(
 
     Args:
         examples: the examples, by the name that the error gives them.
-        per_example: names of leaves that have dimensions, but no length.
+        per_example: names of leaves that have dimensions, but no length. A name that no leaf has
+            raises, too.
     """
     if not examples:
         return

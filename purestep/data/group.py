@@ -53,7 +53,7 @@ def group(
     """Puts the microbatches of any iterable, as a list or a ``DataLoader``, into groups of ``k``.
 
     Returns an iterator of lists, which reads ``k`` microbatches at a time. Raises ``ValueError``
-    for a ``k`` below 1, a negative ``start``, or another ``last``.
+    unless ``k`` is a whole number from 1 on, and for a negative ``start``, or another ``last``.
 
     Args:
         batches: the microbatches, in order.
@@ -63,8 +63,9 @@ def group(
         start: how many batches to skip: the ``position`` of the group after which you resume.
 
     A position holds only if the batches come in the same order again. With ``shuffle=True`` alone,
-    a ``DataLoader`` draws its order from torch's global generator, and ``start`` refuses it. Seed
-    the order by the epoch, and save the epoch and the position in the checkpoint:
+    a ``DataLoader`` draws its order from torch's global generator: a ``start`` above 0 then raises
+    ``ValueError``. Seed the order by the epoch, and save the epoch and the position in the
+    checkpoint:
 
     >>> from torch.utils.data import DataLoader
     >>> def epoch_of(epoch, start=0):
@@ -134,11 +135,12 @@ class Groups(Iterator[list[Microbatch]]):
         return self
 
     def __next__(self) -> list[Microbatch]:
-        """Returns the next group; the first call skips ``start`` batches before.
+        """Returns the next group, and moves ``position``; the first call skips ``start`` batches.
 
         A last group that is short is returned, left out, or raises ``DataExhausted``, as ``last``
         says. If the source raises within a group, the next call goes on with the batches read so
-        far.
+        far. Warns at the end if there was no group, unless ``start`` skipped batches or the source
+        is an empty list.
         """
         while self._num_to_skip:
             next(self._batches, None)
@@ -160,7 +162,7 @@ class Groups(Iterator[list[Microbatch]]):
         return microbatches
 
     def _warn_of_no_group(self, num_found: int) -> None:
-        """Warns that the batches do not make one group, so a loop over the groups does nothing."""
+        """Warns that ``num_found`` batches make no group, so a loop over groups does nothing."""
         cause = (
             "batches has none: a generator is used up after one loop, and a DataLoader with "
             "drop_last=True leaves out what is fewer than batch_size"

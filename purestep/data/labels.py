@@ -33,7 +33,8 @@ def shift_labels(
         Labels, int64, in the shape of ``input_ids``.
 
     Raises ``TypeError`` for ids or masks that are not integers, and for a mask without its name.
-    Masks may be bools. Raises ``ValueError`` for a single token, and for a mask of another shape.
+    Masks may be bools, and an empty tensor may have any dtype. Raises ``ValueError`` for ids of no
+    dimension, and for a mask of another shape.
 
     >>> shift_labels(torch.tensor([5, 6, 7]))
     tensor([   6,    7, -100])

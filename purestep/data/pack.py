@@ -62,6 +62,9 @@ def pack(
     key, an id), or ``per_example`` names it (an image). An example of length 0 with one of these
     raises ``ValueError``, since its class would be missing from the update.
 
+    Examples that do not fit together raise ``ValueError``, and so does a ``max_tokens`` or
+    ``multiple_of`` below 1. One dict in place of the list raises ``TypeError``.
+
     Args:
         examples: trees of tensors. The first dimension of a leaf is the length, or it has no
             dimension.
@@ -69,12 +72,16 @@ def pack(
             is longer, once padded, raises ``ValueError``.
         multiple_of: padded lengths are multiples of this.
         pad: the padding value of each leaf, by name. Padding must weigh nothing: -100 for labels. A
-            single number pads every leaf, the labels too.
-        per_example: names of leaves that have dimensions, but no length.
+            single number pads every leaf, the labels too. The default has usual names, such as
+            "tokens", "input_ids" and "labels". A leaf that has a length, but no value here, raises
+            ``ValueError``, and so does a value that its dtype cannot hold.
+        per_example: names of leaves that have dimensions, but no length. A name that no leaf has
+            raises ``ValueError``.
 
     Returns:
         Microbatches for one ``update_step``: trees of ``(rows, length, ...)``, and of
-        ``(rows, ...)`` for leaves without a length. Mappings become dicts.
+        ``(rows, ...)`` for leaves without a length. Mappings become dicts. Without tokens the list
+        is empty.
 
     >>> examples = [{"tokens": torch.ones(n, dtype=torch.int64)} for n in (3, 1, 2, 1)]
     >>> [m["tokens"].tolist() for m in pack(examples, max_tokens=4)]
@@ -172,7 +179,8 @@ def measure_lengths(
     """Returns the length of each example, in order.
 
     Raises ``ValueError`` unless those with tokens have equal fields, and for an example of length 0
-    with a leaf that has no length. Raises as ``measure_length`` does, too.
+    with a leaf that has no length. Raises as ``mask_per_example_leaves`` and ``measure_length`` do,
+    too.
     """
     lengths = []
     with_tokens = {}
@@ -204,7 +212,8 @@ def stack_examples(
 
     Leaves without dimensions, and those that ``per_example`` names, are not padded. Mappings become
     dicts. An example that is longer than ``length``, or differs from the first in more than its
-    length, raises ``ValueError``. There must be at least one example.
+    length, raises ``ValueError``. So does a leaf without a value in ``pad``, or with one that its
+    dtype cannot hold. There must be at least one example.
 
     >>> stack_examples([torch.tensor([1, 2]), torch.tensor([3])], length=3, pad=0)
     tensor([[1, 2, 0],
@@ -228,7 +237,7 @@ def stack_examples(
 
 
 def stack_padded(tensors: Sequence[Tensor], length: int, pad: Pad, path: str) -> Tensor:
-    """Stacks tensors, each padded at its end to ``length``.
+    """Stacks tensors, each padded to ``length`` at the end of dimension 0.
 
     The padding is the value that ``pad`` has for ``path``. Raises ``ValueError`` for a longer
     tensor, and as ``_find_pad_value`` does.

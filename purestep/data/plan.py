@@ -31,8 +31,9 @@ def plan(
 
         global_batch_size = local_batch_size · axis_size · accumulation_steps
 
-    Raises ``ValueError`` with the nearest sizes that work, if no whole number solves this. A size
-    below 1, and sizes that are not one of the two pairs, raise ``ValueError`` too.
+    The ``BatchPlan`` has all four numbers; its sizes are in tokens if those are passed. Raises
+    ``ValueError`` with the nearest sizes that work, if no whole number solves this. A size below 1,
+    and sizes that are not one of the two pairs, raise ``ValueError`` too.
 
     Args:
         global_batch_size: examples in one update, over all ranks.

@@ -35,14 +35,16 @@ def prefetch(
     that optree takes for leaves, as a tokenizer's ``BatchEncoding``, become dicts.
 
     An error of the source, of ``weight_fn`` or of pinning is raised where you ask for that group.
-    An error of copying is raised where you ask for that microbatch.
+    So is the ``TypeError`` for a group that is no sequence. An error of copying is raised where you
+    ask for that microbatch.
 
     ``position`` belongs to the last group that you took, however far the thread has read ahead.
     ``group(batches, k, start=position)`` goes on from there. It is None if the source has none, as
     lists and generators: then count the groups that you use.
 
-    Take all microbatches of a group before the next group: afterwards the old group raises
-    ``RuntimeError``.
+    Take all microbatches of a group before the next group: afterwards the first loop over the old
+    group raises ``RuntimeError``. A second loop, or an index, copies microbatches from the host
+    again.
 
     ``close()`` ends the stream, and so does dropping the last reference to it. Either waits for a
     quarter of a second at most. If the source is busy, the thread ends after it, and drops its
@@ -89,7 +91,8 @@ class PrefetchedGroups(Iterator["PrefetchedGroup"]):
     def __next__(self) -> PrefetchedGroup:
         """Returns the next group, whose copies may be under way, and abandons the group before.
 
-        Raises an error of the thread where its group would be, and ``StopIteration`` at the end.
+        ``position`` becomes that of the group. Raises an error of the thread where its group would
+        be, and ``StopIteration`` at the end.
         """
         group = self._prefetcher.next_group()
         if group is None:
@@ -129,9 +132,10 @@ class PrefetchedGroup(PreweightedMicrobatches):
         self._weights = weights
 
     def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:
-        """Returns the weights of each microbatch by ``weight_fn``, on the device of its data.
+        """Returns the checked weights of each microbatch by ``weight_fn``, before any copy.
 
-        Those of ``prefetch``'s ``weight_fn`` are ready; others are computed at each call.
+        They are where the source has the data, which is the host as a rule. Those of ``prefetch``'s
+        ``weight_fn`` are ready; others are computed at each call.
         """
         if weight_fn == self._prefetcher.weight_fn:
             return self._weights
@@ -190,7 +194,7 @@ class _Prefetcher:
     def _run(self, groups: _Groups) -> None:
         """Loads groups in the thread up to the end, ``close`` or an error; then wakes the consumer.
 
-        Keeps the error for the consumer instead of raising it.
+        Sets ``finished``. Keeps the error in ``error`` for the consumer instead of raising it.
         """
         try:
             if self.stream is not None:
@@ -318,7 +322,7 @@ class _Prefetcher:
         raise error
 
     def next_microbatch(self, group: PrefetchedGroup) -> Microbatch:
-        """Returns the group's next microbatch, once the thread has queued it.
+        """Frees a slot, and returns the group's next microbatch, once the thread has queued it.
 
         On CUDA, the current stream waits for the copy, but the host does not. Raises
         ``RuntimeError`` after a later group or ``close``, or the thread's error if copying failed.

@@ -127,7 +127,11 @@ def train(
     data: list[Group],
     optimizer: ps.optim.Optimizer = OPTIMIZER,
 ) -> Run:
-    """Trains on this rank's share of each group; returns the parameters after each update."""
+    """Trains on this rank's share of each group; returns the parameters after each update.
+
+    ``cut`` makes microbatches of a share. The model keeps its own parameters. All ranks of the axis
+    call it together.
+    """
     params, apply = ps.from_module(model)
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
@@ -154,7 +158,10 @@ def train(
 def train_on_threads(
     cut: Cut, num_ranks: int, data: list[Group], dtype: torch.dtype
 ) -> Run:
-    """Trains with purestep over ranks that are threads; returns the run of the first."""
+    """Trains a GPT-2 with purestep over ranks that are threads; returns the run of the first.
+
+    The model is that of ``make_gpt2``, which seeds torch's global generator.
+    """
     axis = ps.testing.ThreadAxis(num_ranks)
     model = make_gpt2(dtype)
 

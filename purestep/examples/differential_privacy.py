@@ -155,7 +155,8 @@ def train(
 ) -> Params:
     """Trains on all of the data in each update, cut into microbatches; returns the parameters.
 
-    ``seed`` decides the initial parameters and the noise.
+    ``seed`` decides the initial parameters and the noise. ``noise_multiplier`` is the ``noise`` of
+    ``private_update_step``.
     """
     num_examples = len(data["x"])
     group = ps.split(data, k=num_examples // rows_per_microbatch)
@@ -190,7 +191,7 @@ def compute_accuracy(params: Params) -> float:
 def compute_mean_accuracy(
     num_examples: int, noise_multiplier: float, num_steps: int
 ) -> float:
-    """Trains a few times, each with other people and other noise; returns the mean accuracy."""
+    """Trains ``SEEDS`` times, each with other people and other noise; returns the mean accuracy."""
     total = 0.0
     for seed in range(SEEDS):
         data = sample_people(num_examples, seed)

@@ -58,7 +58,10 @@ PURESTEP = "purestep"
 
 
 def collect_settings(options: argparse.Namespace, corpus: list[bytes]) -> Settings:
-    """Collects the settings that decide where a run ends; ranks and microbatch sizes do not."""
+    """Collects the settings that decide where a run ends; ranks and microbatch sizes do not.
+
+    These are the ``steps``, ``examples`` and ``dtype`` of the options, and a hash of the corpus.
+    """
     digest = hashlib.sha256(b"\0".join(corpus))
     return {
         "steps": options.steps,
@@ -253,9 +256,10 @@ def make_simulated_step(
     optimizer: ps.optim.Optimizer,
     weight_fn: WeightFn,
 ) -> Callable[..., Any]:
-    """Makes an update step over simulated ranks, which takes a list with the share of each rank.
+    """Makes ``step(params, opt_state, shares)``, an update step over simulated ranks.
 
-    It returns what the step of rank 0 returns.
+    ``shares`` lists the microbatches of each rank. All ranks begin at the same params and state. It
+    returns what the step of rank 0 returns.
     """
     step_on_rank = ps.make_update_step(
         loss_fn, optimizer, weight_fn=weight_fn, axis=axis
@@ -531,7 +535,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Trains over the ranks of ``torchrun`` if there are any, else compares simulated ones.
 
-    An interrupt ends the process with code 130.
+    Under ``torchrun`` it ends the process with code 0. An interrupt ends it with code 130.
     """
     options = parse_options()
     try:

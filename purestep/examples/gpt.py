@@ -29,6 +29,7 @@ def init(
 ) -> Params:
     """Draws normal weights, narrower where residual branches end; scales of norms are ones.
 
+    The dict has tensors ``embedding``, ``position`` and ``norm``, and a list ``layers`` of dicts.
     The embedding is the output layer, too.
     """
     width = config.width

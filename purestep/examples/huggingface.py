@@ -101,7 +101,7 @@ def make_examples(
 ) -> list[Batch]:
     """Tokenizes texts, ends each with the end token, and labels each token with the next one.
 
-    An example is cut to the model's context.
+    An example is cut to the model's context, and may then lack the end token.
     """
     encoded = tokenizer(list(texts))
     examples = []
@@ -116,9 +116,9 @@ def make_examples(
 def pack_forever(
     examples: Sequence[Batch], generator: torch.Generator
 ) -> Iterator[Batch]:
-    """Yields microbatches of documents without end, several documents to a row.
+    """Yields microbatches of ``DOCUMENTS`` documents without end, several documents to a row.
 
-    Each pass takes all documents once, in a new random order.
+    Each pass takes all documents once, in a new random order. Its last microbatch may have fewer.
     """
     while True:
         order = torch.randperm(len(examples), generator=generator)
@@ -130,7 +130,8 @@ def pack_forever(
 def make_loss_fn(apply: Any) -> Callable[[Params, Batch], Tensor]:
     """Makes ``loss_fn(params, batch)``, which computes the loss of each token of packed documents.
 
-    The model takes a position of 0 for the beginning of a document.
+    ``apply`` is that of ``ps.from_module``. The model takes a position of 0 for the beginning of a
+    document.
     """
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
@@ -161,8 +162,8 @@ def train(
 ) -> tuple[Params, Losses]:
     """Trains, and prints the progress; returns the params and the losses of held-out documents.
 
-    The losses are pairs of step and loss for each name in ``held_out``. It donates ``params``: do
-    not use them afterwards.
+    ``apply`` is that of ``ps.from_module``. The losses are pairs of step and loss for each name in
+    ``held_out``. It donates ``params``: do not use them afterwards.
     """
     learning_rate = ps.optim.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -214,7 +215,8 @@ def check_loaded(
 ) -> None:
     """Raises ``AssertionError`` unless a loaded model gives the trained one's logits, to the bit.
 
-    Prints that it does. It leaves ``loaded`` in eval mode.
+    The logits are those of ``example``, and ``folder`` names the model in texts. Prints that they
+    are equal. It leaves ``loaded`` in eval mode.
     """
     ids = example["input_ids"][None]
     with torch.no_grad():

@@ -57,6 +57,7 @@ def train(rates: Rates, run: Any) -> Tensor:
     """Trains one run; returns the loss before each update, then the final loss on unseen rows.
 
     All are in one tensor, of shape ``(UPDATES + 1,)``. Derivatives by the rates flow through it.
+    ``run`` is one of ``sample_run``.
     """
     optimizer = make_optimizer(rates)
     update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
@@ -101,7 +102,10 @@ def sample_runs(num_runs: int, generator: torch.Generator) -> Any:
 
 
 def compute_losses(log_rates: Rates, runs: Any) -> Tensor:
-    """Trains all stacked runs at once; returns the losses of ``train``, ``(runs, UPDATES + 1)``."""
+    """Trains all stacked runs at once; returns the losses of ``train``, ``(runs, UPDATES + 1)``.
+
+    ``runs`` are those of ``sample_runs``. All have the same rates, whose logarithms it takes.
+    """
     rates = tree.map(torch.exp, log_rates)
     train_all = torch.vmap(train, in_dims=(None, 0))
     losses: Tensor = train_all(rates, runs)

@@ -133,7 +133,10 @@ def average(estimates: Sequence[NoiseScale]) -> NoiseScale:
 
 
 def sample_group(data: Batch, generator: torch.Generator) -> list[Batch]:
-    """Draws one step's microbatches, of ``SIZES`` rows, from ``EXAMPLES`` with replacement."""
+    """Draws one step's microbatches, of ``SIZES`` rows, from ``data`` with replacement.
+
+    ``data`` must have ``EXAMPLES`` rows.
+    """
     num_rows = sum(SIZES)
     rows = torch.randint(EXAMPLES, (num_rows,), generator=generator)
     group = []

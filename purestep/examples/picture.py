@@ -39,7 +39,10 @@ def make_parser(
 
 
 def positive_int(text: str) -> int:
-    """Parses a whole number for ``argparse``; raises ``ArgumentTypeError`` below 1."""
+    """Parses a whole number for ``argparse``; raises ``ArgumentTypeError`` below 1.
+
+    Raises ``ValueError`` for other text.
+    """
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")

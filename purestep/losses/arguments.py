@@ -25,8 +25,9 @@ def check_tensors(**tensors: object) -> None:
 def promote_same_shape(**tensors: Tensor) -> list[Tensor]:
     """Returns the tensors in float32 or wider; raises ``ValueError`` unless they have one shape.
 
-    Integers and bools get the widest dtype of all. Raises ``TypeError`` for what is no tensor.
-    Broadcasting would pair values of different units.
+    A floating-point tensor keeps its dtype unless float32 is wider. Integers and bools get the
+    widest dtype of all. Raises ``TypeError`` for what is no tensor. Broadcasting would pair values
+    of different units.
 
     >>> import torch
     >>> promote_same_shape(chosen=torch.ones(2), rejected=torch.ones(2, 1))

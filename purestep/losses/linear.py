@@ -35,9 +35,10 @@ def linear_cross_entropy(
     """Returns ``cross_entropy(hidden @ weight.T, labels)``, from one chunk of logits at a time.
 
     That is one loss for each label, and 0 where it is ignored. Raises ``ValueError`` for shapes and
-    dtypes that do not fit together, and for ``soft_cap`` or ``chunk_size`` out of range. The
-    backward pass computes logits again. For 4,096 tokens of 128k classes this takes less than a
-    fiftieth of the memory, and no more time (`benchmarks/speed/losses.py`).
+    dtypes that do not fit together, and for ``soft_cap`` or ``chunk_size`` out of range. Float or
+    complex labels raise ``TypeError``. The backward pass computes logits again. For 4,096 tokens of
+    128k classes this takes less than a fiftieth of the memory, and no more time
+    (`benchmarks/speed/losses.py`).
 
     * **Gradients** are exact for any weights of the losses. A token without a label gets exactly
       zero gradient, even if its hidden state is NaN. So does a token of weight 0, except under
@@ -125,7 +126,8 @@ def linear_kl_divergence(
 
     That is one value for each token, of shape ``hidden.shape[:-1]``. Teacher tensors get gradients,
     too. Only under transforms and compilers are the full logits of student and teacher in memory.
-    Raises ``ValueError`` for shapes and dtypes that do not fit together. Logits must be finite.
+    Raises ``ValueError`` for shapes and dtypes that do not fit together, and for ``temperature`` or
+    ``chunk_size`` out of range. Logits must be finite.
 
     Args:
         hidden: the student's, of shape tokens + (features,).

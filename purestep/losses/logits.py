@@ -27,11 +27,12 @@ def cross_entropy(
         ℓ = (1 − s) (z − xᵧ) + s (z − mean x) + z_loss · z²
 
     with z = log Σ exp x, y the label and s the smoothing. The result has the labels' shape. Raises
-    ``ValueError`` for other shapes, and ``TypeError`` for labels that are no integers.
+    ``ValueError`` for other shapes. Raises ``TypeError`` for float or complex labels, and for
+    arguments that are no tensors.
 
     Args:
         logits: x, of shape ``labels.shape + (classes,)``.
-        labels: class numbers, or ``ignore_index``.
+        labels: class numbers, or ``ignore_index``. Others raise torch's ``IndexError`` on the host.
         ignore_index: the label of positions that are no tokens. If it is not -100, pass a
             ``weight_fn`` that leaves it out too: the default one counts it.
         label_smoothing: how much of the target is spread evenly over all classes.
@@ -78,7 +79,8 @@ def kl_divergence(
 
     T² keeps the size of gradients at all temperatures [Hinton, 2015]. A class whose teacher logit
     is −∞ adds nothing. Nothing is detached. In a step, teacher params that the loss closes over are
-    constants. Raises ``ValueError`` for different shapes, and unless T is positive and finite.
+    constants. Raises ``ValueError`` for different shapes, for logits without dimensions, and unless
+    T is positive and finite.
 
     Args:
         logits: x, the student's, of shape tokens + (classes,).

@@ -12,8 +12,9 @@ def mse(predictions: Tensor, targets: Tensor, *, batch_dims: int = 1) -> Tensor:
 
         ℓᵢ = meanⱼ (xᵢⱼ − yᵢⱼ)²
 
-    A step's loss is then torch's ``MSELoss`` over all rows, for any cut into microbatches. Raises
-    ``ValueError`` unless shapes are equal and have ``batch_dims`` dimensions at least.
+    At a weight of 1 for each unit, a step's loss is torch's ``MSELoss`` over all rows, for any cut
+    into microbatches. Raises ``ValueError`` unless shapes are equal, and unless ``batch_dims`` is
+    from 0 to their number of dimensions.
 
     Args:
         predictions: x.

@@ -78,8 +78,9 @@ def compute_statistics(
 def choose_chunk_size(hidden: Tensor, head: Head, chunk_size: int | None) -> int:
     """Returns how many classes a chunk has: ``chunk_size``, or by default what fits ``MAX_LOGITS``.
 
-    The default is at least ``MIN_CLASSES``. Under a compiler, which would unroll the loop, one
-    chunk has all classes. Raises ``ValueError`` if ``chunk_size`` is below 1.
+    The default is the device's ``MAX_LOGITS`` divided by the number of rows of ``hidden``, and at
+    least ``MIN_CLASSES``. Under a compiler, which would unroll the loop, one chunk has all classes,
+    whatever ``chunk_size`` is. Raises ``ValueError`` if ``chunk_size`` is below 1.
 
     >>> choose_chunk_size(torch.ones(4096, 2), Head(torch.ones(131072, 2)), None)
     1024
@@ -239,7 +240,8 @@ def _differentiable_grads(
 ) -> list[Tensor | None]:
     """Computes the gradients of hidden, weight and bias with a graph, for a second derivative.
 
-    Each is None if its input needs none. The cotangents are those of ``LogitStatistics``.
+    Each is None if its input needs none. The cotangents are those of ``LogitStatistics``, and
+    ``ctx`` is that of ``_Statistics``, after its ``forward``.
     """
     labels, _, hidden, weight, bias = ctx.saved_tensors
     head = Head(weight, bias, ctx.soft_cap)
@@ -255,7 +257,8 @@ def _chunked_grads(ctx: Any, cotangents: tuple[Tensor, ...]) -> list[Tensor | No
     """Computes the gradients of hidden, weight and bias from one chunk of logits at a time.
 
     Each is None if its input needs none. A token whose cotangents are 0 gets exactly zero gradient,
-    even if its hidden state is NaN. The cotangents are those of ``LogitStatistics``.
+    even if its hidden state is NaN. The cotangents are those of ``LogitStatistics``, and ``ctx`` is
+    that of ``_Statistics``, after its ``forward``.
     """
     labels, z, hidden, weight, bias = ctx.saved_tensors
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[3:]

@@ -58,8 +58,8 @@ def global_norm(tree: Tree) -> Tensor:
     """Returns ‖tree‖₂ over all leaves; for a ``Shard``, over all ranks of its axis.
 
     It is a scalar in float32 at least, and 0 without leaves. Its gradient at zero is zero. Leaves
-    are floating-point or complex. With a ``Shard`` it is a collective: each rank of the axis calls
-    it.
+    are floating-point, or complex in a tree without a ``Shard``. With a ``Shard`` it is a
+    collective: each rank of the axis calls it.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
@@ -173,7 +173,8 @@ def _norm(x: Tensor) -> Tensor:
 def all_finite(tree: Tree) -> Tensor:
     """Returns whether all leaves are finite, as a scalar; of a ``Shard``, on all its axis's ranks.
 
-    It is True without leaves. With a ``Shard`` it is a collective: each rank of the axis calls it.
+    It is True without leaves. No leaf may be complex. With a ``Shard`` it is a collective: each
+    rank of the axis calls it.
 
     >>> all_finite({"w": torch.tensor([1.0, float("nan")])}), all_finite({})
     (tensor(False), tensor(True))

@@ -24,7 +24,8 @@ def flatten(
 ) -> tuple[list[Any], TreeSpec]:
     """Returns the leaves from left to right, with dict keys sorted, and the ``TreeSpec``.
 
-    ``unflatten`` builds the tree again. Nodes for which ``is_leaf`` is True are leaves, too.
+    ``unflatten`` builds the tree again. Nodes for which ``is_leaf(node)`` is True are leaves, too.
+    None is a container without leaves.
 
     >>> flatten({"b": 2, "a": [1]})[0]
     [1, 2]
