@@ -236,7 +236,7 @@ def _repays_memory(node: Node, reach: float) -> bool:
     """Returns whether to store a costly value: a pointwise result of few elements, used by many.
 
     ``reach`` is the most elements that one loop computes from it. Views, unknown sizes, and values
-    with one small user are not stored.
+    with one small user are not stored. It does not ask whether the value is costly.
     """
     num_elements = _num_elements(node)
     if not _is_pointwise(node) or num_elements == math.inf:

@@ -48,8 +48,9 @@ def compile_function(
     """Compiles a function by ``torch.compile`` with the options that ``ps.compile`` names.
 
     ``settings`` are arguments of ``torch.compile``: ``options=`` overrides these options, and
-    ``mode=`` replaces them. Where ``cpp_wrapper`` fails with ``fullgraph=True``, the function is
-    compiled again without it.
+    ``mode=`` replaces them. Another ``backend=`` gets the filter of guards alone. Where
+    ``cpp_wrapper`` fails with ``fullgraph=True``, the function is compiled again without it. Each
+    call marks the leaves of ``Stacked`` arguments, so that their number of microbatches may vary.
 
     >>> double = compile_function(lambda x: 2 * x)
     """
@@ -117,7 +118,7 @@ def compile_or_fall_back(
     True is ``compile_function``. Where there is no graph, a warning says why, and the function runs
     eagerly: graphs in pieces would lose derivatives that the function takes. It runs eagerly under
     transforms and dispatch modes, too, which ask for operations one by one. The result takes
-    positional arguments.
+    positional arguments. A ``compile_`` that is neither a bool nor a function raises ``TypeError``.
 
     >>> double = compile_or_fall_back(lambda x: 2 * x)
     >>> compile_or_fall_back(len, False) is len
@@ -185,9 +186,9 @@ def compile_one_graph(
     as they are. The function takes positional arguments, where no transform is active. Under
     ``saved_tensors_hooks`` it raises ``RuntimeError``, unless checkpoints in the graph need hooks.
 
-    With ``may_fix_sizes``, sizes that the compiler cannot let vary have a graph each. A
-    ``compile_`` of False compiles like True; one that is neither a bool nor a function raises
-    ``TypeError``.
+    With ``may_fix_sizes``, sizes that the compiler cannot let vary have a graph each; without it,
+    ``NoGraph`` is raised. A ``compile_`` of False compiles like True; one that is neither a bool
+    nor a function raises ``TypeError``.
 
     >>> from functools import partial
     >>> def branches(x):
@@ -232,8 +233,8 @@ def compile_one_graph(
 def raise_no_graph(function: Callable[..., Any], error: Exception) -> NoReturn:
     """Raises ``NoGraph`` if ``error`` rose while the compiler worked, else raises ``error``.
 
-    The error is the cause of ``NoGraph``. The function itself may have raised it in a trace: only
-    an eager run shows that.
+    The error is the cause of ``NoGraph``, whose message is the name of ``function``. The function
+    itself may have raised it in a trace: only an eager run shows that.
     """
     # A backend that runs the graph by torch itself fails at a checkpoint, in the forward pass.
     is_checkpoint = "don't yet support saved tensor hooks" in str(error)
@@ -281,8 +282,8 @@ def _compile_fully(
 ) -> Callable[..., Any]:
     """Compiles a function to one graph, by ``compile_``; by ``compile_function`` for a bool.
 
-    X
-    only the guards that ``drop_guards`` selects.
+    The compiler gets ``fullgraph=True``, and ``way.dynamic`` unless that is None. For a bool, only
+    the guards that ``drop_guards`` selects stay.
     """
     settings: dict[str, Any] = {"fullgraph": True}
     if way.dynamic is not None:
@@ -381,7 +382,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def is_compiler_error(error: BaseException) -> bool:
-    """Returns whether the compiler raised an error; its errors have no public names."""
+    """Returns whether an error's class or a base is the compiler's; these have no public names."""
     modules = ("torch._dynamo.", "torch._inductor.")
     classes = type(error).__mro__
     return any(cls.__module__.startswith(modules) for cls in classes)

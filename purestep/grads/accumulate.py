@@ -62,25 +62,32 @@ def accumulate(
         loss  = Σₘ ( Σᵢ wᵢ ℓᵢ(θ) / num_tokens  +  [m has tokens] · term(θ) / num_microbatches )
         grads = ∇ loss
 
-    ``psum`` the result over the ranks once. Gradients are added in place during the backward pass,
-    so only one tree of them is alive. The loss may do what it may do in ``make_update_step``.
-    Raises ``ValueError`` if there are tokens, but no loss depends on params. It also does so if the
-    sequence yields more or fewer microbatches than its length.
+    Here term(θ) is ``LossOutput.microbatch_loss``. ``psum`` the result over the ranks once. In
+    plain eager mode with the default ``grad_and_value``, gradients are added in place during the
+    backward pass. So only one tree of them is alive. The loss may do what it may do in
+    ``make_update_step``.
+
+    Raises ``ValueError`` if there are tokens, but no loss depends on params, and if the loss writes
+    to params. It also does so if the sequence yields more or fewer microbatches than its length.
+    Raises ``TypeError`` if params require grad and were computed from nothing, as an
+    ``nn.Parameter``.
 
     Args:
         loss_fn: returns one loss per token, or ``LossOutput``.
         params: a tree of floating-point tensors. The loss sees a ``Shard`` as it is.
-        microbatches: a sequence of microbatches, of any shapes. An empty one gives exact zeros.
+        microbatches: a sequence of microbatches, of any shapes. An empty one gives exact zeros. Of
+            ``WeightedMicrobatches``, weights and counts that are not None are not computed again.
         weight_fn: returns one weight per token. None: ``LossOutput.weights`` brings them.
-        total: the global ``count_tokens``, which divides loss and gradients. None: plain sums.
+        total: the global ``count_tokens``, which divides loss and gradients. None: plain sums, for
+            which ``LossOutput.microbatch_loss`` raises ``ValueError``.
         grad_and_value: any function with the signature of ``torch.func.grad_and_value``. It
             differentiates a function of the list of the params' leaves.
         accum_dtype: the dtype of the sums. None: float32 for half precision, else the params'
             dtype.
 
     Returns:
-        ``GradSums(grads, loss, counts, aux)``. ``counts`` are those of these microbatches only,
-        and ``aux`` is the sum of theirs.
+        ``GradSums(grads, loss, counts, aux)``, with ``grads`` a tree like params. ``counts`` are
+        those of these microbatches only, and ``aux`` is the sum of theirs.
 
     >>> group = [{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([6.0])}]
     >>> from purestep import count_tokens
@@ -123,12 +130,14 @@ def accumulate_group(
 
     Params are the tree of ``spec`` with these leaves. ``divisors`` are the ``denominators`` of the
     counts of all ranks; None: plain sums. In the last backward pass, a backend may replace each
-    leaf's sum by what ``on_grad_ready`` returns for it. With ``needs_checks``, a loss that writes
-    to params or recomputes with other parameters raises, and likely mistakes get hints. In a
-    compiler's trace, a ``Stacked`` group takes ``scan_group``, which ignores both.
+    leaf's sum by what ``on_grad_ready`` returns for it. With ``needs_checks``, ``ValueError`` is
+    raised for a loss that writes to params or recomputes with other parameters. Likely mistakes
+    then get hints. In a compiler's trace, a group that ``is_scanned`` goes to ``scan_group``, which
+    ignores ``on_grad_ready`` and ``needs_checks``.
 
     Raises ``ValueError`` if there are tokens, but no loss depends on params. It also does so if the
-    group yields more or fewer microbatches than its length.
+    group yields more or fewer microbatches than its length. Raises ``TypeError`` if params require
+    grad and were computed from nothing.
     """
     if torch.compiler.is_dynamo_compiling() and is_scanned(group, leaves):
         return scan_group(

@@ -47,7 +47,7 @@ def make_backends(
 
     ``compile_`` compiles the plain backend. If ``grad_and_value`` is not the default, all backends
     call it, and the plain and the recorded one are the same. Raises ``TypeError`` if it is not
-    callable.
+    callable, or if ``compile_`` is neither a bool nor a function.
     """
     validation.check_callable("grad_and_value", grad_and_value)
     if grad_and_value is not default_grad_and_value:

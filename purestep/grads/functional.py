@@ -115,8 +115,9 @@ def in_graphs(grads_of: GradsOf, *, is_autograd: bool = False) -> GradsOf:
     """Wraps ``grads_of`` to work in a compiler's trace, too, in a graph whose sizes may vary.
 
     ``is_autograd`` says that autograd would give the same gradients. Then autograd takes the place
-    of ``grads_of`` in a trace, unless further derivatives may be taken. Autograd takes more
-    operations: a custom one may have a backward pass that ``torch.func`` does not take.
+    of ``grads_of`` in a trace, except on torch 2.11, and where further derivatives may be taken.
+    Autograd takes more operations: a custom one may have a backward pass that ``torch.func`` does
+    not take.
     """
 
     def grads_in_graphs(

@@ -29,10 +29,11 @@ def grad_and_value(
     """Differentiates like ``torch.func.grad_and_value``, to the bit, in half the memory.
 
     ``torch.func`` keeps every activation until the backward pass ends, for a second derivative.
-    This function frees each activation as soon as the backward pass has used it. Under a transform
-    or a compiler it calls ``torch.func.vjp``, where second derivatives work. So it does where
-    ``func`` closes over tensors that require grad, as a loss does that differentiates by its data.
-    Only in this last case, ``func`` runs twice. Elsewhere gradients, value and aux are detached.
+    This function frees each activation as soon as the backward pass has used it. It calls
+    ``torch.func.vjp``, where second derivatives work, under a transform or a compiler, in inference
+    mode, and if an argument requires grad. In grad mode, it also does so where ``func`` closes over
+    tensors that require grad, as a loss does that differentiates by its data. Only in this last
+    case, ``func`` runs twice. Elsewhere gradients, value and aux are detached.
 
     Args:
         func: a function that returns a scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
@@ -41,7 +42,9 @@ def grad_and_value(
 
     Returns:
         A function that returns ``(grads, value)``, or ``(grads, (value, aux))`` with ``has_aux``.
-        It raises ``ValueError`` for an output of another form, and if a position has no argument.
+        ``grads`` is a tree like the argument; for a tuple ``argnums``, it is a tuple of these. The
+        function raises ``ValueError`` for an output of another form, if a position has no argument,
+        and in inference mode on torch 2.11.
 
     >>> grads, value = grad_and_value(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([3.0])})
     >>> grads, value

@@ -33,6 +33,7 @@ def inplace_backward(
     The loss gets detached aliases of the params, made for one microbatch alone. So hooks that it
     registers on them, and gradients of backward passes that it runs, are gone afterwards. With
     ``own_leaves``, the loss gets the leaves that it returns, which share the memory of the params.
+    Each call clears autocast's cache.
     """
 
     def grad_fn(
@@ -98,10 +99,11 @@ def run_backward_into(
 
     It removes terms that require no grad, and their cotangents, from the lists. If no term is left,
     it returns False at once; else whether any leaf has a sum, even from an earlier microbatch. The
-    graph is freed. No sum shares memory with ``data``, cotangents, leaves or another sum.
-    ``on_grad_ready`` takes each sum that the pass reaches, and returns the tensor to keep.
-    ``needs_checks`` warns of module parameters beside ``leaves``, and raises if the loss recomputes
-    with them, unless the leaves ``are_module_parameters`` themselves.
+    graph is freed. Leaves get ``requires_grad``, and the accumulator's dtypes as ``grad_dtype``. No
+    sum shares memory with ``data``, cotangents, leaves or another sum. ``on_grad_ready`` takes each
+    sum that the pass reaches, and returns the tensor to keep. ``needs_checks`` warns of module
+    parameters beside ``leaves``. It raises ``ValueError`` if the loss recomputes with them, unless
+    the leaves ``are_module_parameters`` themselves.
     """
     for index in reversed(range(len(terms))):
         if not terms[index].requires_grad:
@@ -214,10 +216,12 @@ def clone_aliased(
 ) -> None:
     """Replaces new gradients that share memory by clones in the list, so that they can be added to.
 
-    Both gradients of ``torch.stack([a, b]).sum(0)``, say, lie in one storage, with the cotangent.
-    And a ``torch.autograd.Function`` may return a param or data that it has saved: ``others``. An
-    expanded gradient shares memory with itself. Where there was a sum before, the gradient is added
-    to it, so it is not new. A new sparse gradient becomes dense.
+    They may share it with ``others`` or an earlier gradient. Both gradients of
+    ``torch.stack([a, b]).sum(0)``, say, lie in one storage, with the cotangent. And a
+    ``torch.autograd.Function`` may return a param or data that it has saved. An expanded gradient
+    shares memory with itself. One whose address is unknown, as of a subclass, is cloned, too. Where
+    there was a sum before, the gradient is added to it, so it is not new. A new sparse gradient
+    becomes dense. ``grads`` may have None, which stays.
     """
     addresses: list[int | None] = []
     for tensor in [*others, *grads]:

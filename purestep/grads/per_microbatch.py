@@ -94,11 +94,12 @@ def pad_microbatches(
     gather: Gather,
     weight_fn: WeightFn | None,
 ) -> WeightedMicrobatches:
-    """Appends microbatches without tokens until the group has ``length``; counts stay.
+    """Returns a group of ``length`` with microbatches without tokens appended; counts stay.
 
-    ``length`` is at least that of the group. Each is ``JOIN``, for which no loss runs. With
-    ``gather="loss"``, each is the last microbatch again, at weight 0, so the group must have one.
-    There a group without ``weight_fn`` stays as it is: its losses return the weights.
+    ``length`` is at least that of the group, which is not written to. Each appended one is
+    ``JOIN``, for which no loss runs. With ``gather="loss"``, each is a ``Repeated`` of the last
+    microbatch, at weight 0, so the group must have one. There a group without ``weight_fn`` stays
+    as it is: its losses return the weights.
 
     >>> group = WeightedMicrobatches([torch.ones(2)], [torch.ones(2)], None)
     >>> pad_microbatches(group, 2, "loss", torch.ones_like).weights
@@ -128,7 +129,8 @@ def gather_in_backends(backends: GradBackends, gather: Gather) -> GradBackends:
 
     "step": the caller has gathered them once, and the backends stay as they are. "microbatch": the
     backends see params gathered for one microbatch, and their gradients become shards. "loss": the
-    loss gathers params, and all ranks scatter their gradients together in the backward pass.
+    loss gathers params, and all ranks scatter their gradients together in the backward pass. A
+    loss that reaches no param then raises ``ValueError``, if other ranks would wait for this one.
     """
     if gather == "step":
         return backends

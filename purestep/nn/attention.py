@@ -35,9 +35,9 @@ def compute_attention(
         dropout(softmax(q kᵀ / √d + mask)) v
 
     With ``dropout_p=0``, torch's kernels run, and ``dropout`` is not called. Otherwise, it gets the
-    weights, in float32 or wider, and ``dropout_p``. The result has the dtype of ``query``. As in
-    torch, a query that may attend to nothing gets zeros. Raises ``ValueError`` for ``attn_mask``
-    beside ``is_causal``.
+    weights, in float32 or wider, and ``dropout_p``. Then ``attn_mask`` beside ``is_causal`` raises
+    ``ValueError``. The result has the dtype of ``query``. As in torch, a query that may attend to
+    nothing gets zeros.
 
     The other arguments are torch's, in torch's order, since modules pass some by position.
 
@@ -112,8 +112,9 @@ def compute_multi_head(
 ) -> Any:
     """Computes torch's ``multi_head_attention_forward(*args, **kwargs)`` with another dropout.
 
-    ``dropout`` gets weights of shape (examples, heads, queries, keys). It is not called where torch
-    drops nothing. Raises ``AssertionError`` as ``multi_head_copy`` does.
+    Returns torch's pair: the output, and the weights or None. ``dropout`` gets weights of shape
+    (examples, heads, queries, keys), and the rate. It is not called where torch drops nothing.
+    Raises ``AssertionError`` if this torch's code is not what ``multi_head_copy`` expects.
     """
     copy = multi_head_copy()
     arguments = {**dict(zip(copy.parameters, args, strict=False)), **kwargs}

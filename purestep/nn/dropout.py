@@ -110,7 +110,7 @@ class KeyedDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _patch_checkpoint(self) -> None:
-        """Makes the innermost checkpoint draw the same numbers when it recomputes.
+        """Makes the innermost checkpoint, if any, draw the same numbers when it recomputes.
 
         The backward pass calls the checkpoint's function outside of this mode. So its function is
         replaced by one that enters a mode again, and counts draws from where this mode is now.
@@ -203,7 +203,8 @@ class KeyedDropout(TorchFunctionMode):
 
         Returns the input itself if ``p`` is 0 or ``training`` is False; None is torch's default for
         ``func``. Writes the output to the input if ``inplace``. Raises ``ValueError`` for dropout
-        of channels with keys of tokens.
+        of channels with keys of tokens, and for a ``p`` outside of 0 to 1. It also does so for an
+        input whose first dimensions are not clearly those of the examples.
         """
         if training is None:
             training = (
@@ -233,8 +234,8 @@ class KeyedDropout(TorchFunctionMode):
     def _rand(self, *args: Any, **kwargs: Any) -> Tensor:
         """Computes ``torch.rand(*args, **kwargs)`` by the next keys, one number for each example.
 
-        Other shapes, ``out=`` and ``generator=`` raise ``ValueError``. Without ``device=``, the
-        numbers are on the device of the keys. transformers drops the paths of an example by
+        Other shapes, keys of tokens, ``out=`` and ``generator=`` raise ``ValueError``. Without
+        ``device=``, the numbers are on the keys' device. transformers drops an example's paths by
         ``torch.rand((rows, 1, 1)) + keep_prob``.
         """
         if kwargs.get("out") is not None or kwargs.get("generator") is not None:
@@ -251,8 +252,8 @@ class KeyedDropout(TorchFunctionMode):
     def _bernoulli_(self, x: Tensor, p: Any = 0.5, **kwargs: Any) -> Tensor:
         """Writes to ``x``, and returns it: ``x.bernoulli_(p)`` with one number for each example.
 
-        Draws by the next keys. Other shapes, a tensor ``p`` and ``generator=`` raise
-        ``ValueError``. timm drops the paths of an example by
+        Draws by the next keys. Other shapes, keys of tokens, a tensor ``p`` and ``generator=``
+        raise ``ValueError``. timm drops the paths of an example by
         ``x.new_empty((rows, 1, 1)).bernoulli_(keep_prob)``, and torchvision does in
         ``StochasticDepth``.
         """
@@ -267,7 +268,8 @@ class KeyedDropout(TorchFunctionMode):
         """Returns the sizes after the examples' dimensions of a shape, which must be all ones.
 
         Raises ``ValueError`` where they are not, where the shape does not begin with the examples,
-        and for keys of tokens. More numbers than one for each example are refused:
+        and for keys of tokens. ``name`` is that of torch's function, for the error. More numbers
+        than one for each example are refused:
         ``torch.rand(rows, length)`` may well be a draw by position, which would change with
         padding.
         """

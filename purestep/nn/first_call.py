@@ -127,8 +127,9 @@ def _make_operation_check(
 ) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], None]:
     """Makes a function that raises ``ValueError`` for an operation that is not allowed.
 
-    An operation must not use a tensor in ``unreadable_names``, or write to one in ``frozen_names``.
-    Both mappings have names by storage. With ``uses_keys``, it must not draw random numbers.
+    The function takes ``(operation, args, kwargs)``. An operation must not use a tensor in
+    ``unreadable_names``, or write to one in ``frozen_names``. Both mappings have names by storage.
+    With ``uses_keys``, it must not draw random numbers.
     """
 
     def check_operation(
@@ -187,7 +188,7 @@ def _generator_states() -> tuple[Any, str]:
     """Returns the state of Python's generator, and the ``repr`` of numpy's state.
 
     numpy's state holds an array of 624 numbers. Its ``==`` gives no bool, and ``repr`` shows all of
-    them. A module that has not imported numpy does not draw from it.
+    them. Where nothing has imported numpy, the text is "None": no module draws from it.
     """
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None

@@ -67,11 +67,16 @@ def from_module(
         remat: compute units again in the backward pass, from their inputs, as ``ps.remat``.
 
     Returns:
-        ``params``, a dict of copies, each tied parameter once, by its first name, and of a DTensor
-        this rank's part; and ``apply(params, *args, **kwargs)``. Other parameters and all buffers
-        are constants, which are not copied. ``apply`` does not keep the module's parameters that
-        train: without the module, their memory is free. ``apply.eval`` runs the module in
+        ``params``, a dict of detached copies, each tied parameter once, by its first name, and of a
+        DTensor this rank's part; and ``apply(params, *args, **kwargs)``. Other parameters and all
+        buffers are constants, which are not copied. ``apply`` does not keep the module's parameters
+        that train: without the module, their memory is free. ``apply.eval`` runs the module in
         evaluation mode, for ``make_eval_step``.
+
+    Raises ``TypeError`` for what is no plain module, such as DDP, FSDP or a compiled one. It also
+    does so for a param that is no real float, or has a hook on its gradient. Raises ``ValueError``
+    if nothing trains, if ``units`` chooses no part, for lazy modules and ``scale_grad_by_freq``,
+    and if a param shares memory with another tensor.
 
     **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, with the
     buffers after the call. A module that writes to its buffers in training, such as BatchNorm,
@@ -79,9 +84,9 @@ def from_module(
     ``dict(module.named_buffers())``.
 
     **Checks.** The first call checks the module. So do the first calls with other ``buffers``, with
-    ``key``, with other keywords or flags, and under ``no_grad``. A call is refused if it
-    writes to a tensor of the module or of params, or assigns to a buffer. It is also refused if it
-    computes with a parameter of the module instead of params.
+    ``key``, with other keywords or flags, and under ``no_grad``. A call is refused, by
+    ``ValueError``, if it writes to a tensor of the module or of params, or assigns to a buffer. It
+    is also refused if it computes with a parameter of the module instead of params.
     There is no check under a compiler: call ``apply`` once without it. Each call copies the objects
     that refer to the module, also in keys and sets. Closures of hooks are shared. A call may
     register a hook, for itself alone, if the first call with its keywords and flags does. Where a
@@ -172,9 +177,11 @@ def to_module(
     Other tensors of the module stay as they are. A module that writes to its buffers in training,
     such as BatchNorm, needs ``buffers=``. Of a DTensor, this rank's part is written. Params may be
     those of ``from_module``, or those that ``ps.unshard`` makes full. A floating-point buffer is
-    converted to the module's dtype. Raises ``ValueError``, and writes nothing, for names that the
-    module lacks, for other shapes or dtypes, and for shards or donated params. Raises ``TypeError``
-    if ``module`` is no module.
+    converted to the module's dtype.
+
+    Raises ``ValueError``, and writes nothing, for names that the module lacks, for other shapes or
+    dtypes, and for shards or donated params. It also does so if a buffer that the module writes to
+    is missing. Raises ``TypeError`` if ``module`` is no module, or the others are no mappings.
 
     >>> module = torch.nn.Linear(1, 1)
     >>> to_module({"bias": torch.tensor([3.0])}, module)
@@ -324,9 +331,13 @@ class Apply:
         """Returns the module's output with these params; with ``buffers``, ``(output, buffers)``.
 
         A copy of the module runs. With ``key``, dropout draws from these keys. ``frozen``
-        are used for parameters that do not train: tensors or shards. The caller's ``buffers`` are
-        not written to. Raises ``ValueError`` unless params have the names of ``from_module``'s, and
-        for calls that ``from_module`` says are refused. With shards, ranks gather together.
+        are used for parameters that do not train: tensors or shards, by name. The caller's
+        ``buffers`` are not written to. With shards, ranks gather together.
+
+        Raises ``ValueError`` unless params have the names of ``from_module``'s, and for calls that
+        ``from_module`` says are refused. It also does so for unknown names in ``buffers`` or
+        ``frozen``, and if one that the call needs is missing. Raises ``TypeError`` if one of the
+        three is no mapping, or ``key`` no tensor of keys.
         """
         validation.check_names(
             "params",

@@ -23,9 +23,10 @@ class Models(NamedTuple):
 
 
 def models_of(module: Module) -> Models:
-    """Returns the configs of a module's transformers models, and the names of its arguments.
+    """Returns the configs of the transformers models in a module, and the names of its arguments.
 
-    A model is known by its class's ``base_model_prefix``; its config is None if it has none.
+    These are the arguments of the module's own ``forward``, in order. A model is known by its
+    class's ``base_model_prefix``; its config is None if it has none.
 
     >>> models_of(torch.nn.Linear(1, 1)).configs
     []
@@ -58,7 +59,7 @@ def inspected_methods(module: Module) -> list[tuple[type[Module], str]]:
 def with_empty_modules(
     methods: Sequence[tuple[type[Module], str]],
 ) -> list[tuple[Module, str]]:
-    """Replaces the class of each pair by a new module of it, without parts and parameters.
+    """Returns the pairs with a new module in place of each class, without parts and parameters.
 
     No ``__init__`` of the class runs. A part of the module itself would keep its parameters alive.
     """

@@ -26,7 +26,8 @@ _DEPTH = 4
 def find_mappings(module: Module) -> list[Any]:
     """Returns the dicts and sets that the forward hooks of a module's parts reach, each once.
 
-    It follows ``_DEPTH`` references at most, and none from modules, dicts and sets.
+    The way from a hook to a dict or set has at most ``_DEPTH`` objects, both included. It does not
+    go through modules, dicts and sets.
 
     >>> import torch
     >>> layer, features = torch.nn.Linear(1, 1), {}

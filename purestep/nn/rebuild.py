@@ -85,7 +85,8 @@ def rebuild(
     """Copies the module around tensors; ``is_eval`` puts the copy in evaluation mode.
 
     The tensors replace those of ``make_recipe``, in the same order. No ``__init__`` runs. With
-    ``takes_hooks``, which takes longer, hooks can be registered on parts that have none.
+    ``takes_hooks``, which takes longer, hooks can be registered on parts that have none. Without
+    it, that raises ``ValueError``.
 
     This runs in each call, so it is a few plain loops; a compiler traces them like other code.
     """

@@ -32,12 +32,14 @@ def reset_parameters(
     For a model on "meta" that no rank could hold: each rank draws the full values of one unit,
     keeps its shards, and frees the rest. Params of no unit are full until the end. Ranks draw
     from torch's generator, so let all start from one seed. Raises ``ValueError`` if a param gets no
-    value, or if a part around its unit writes to it.
+    value, or if a part around its unit writes to it. It also does so for a name in ``like`` that is
+    no parameter's.
 
     Args:
         module: the one that ``from_module`` took. It stays as it is.
         like: params of ``from_module``, or ``ps.shard`` of these, which may be on "meta". They
-            stay as they are, and the result has their names, shards and dtypes.
+            stay as they are, and the result has their names, shards, dtypes and devices. Instead of
+            "meta", that is the device of the shard's axis, or the CPU.
         reset: initializes one part in place, such as ``model._init_weights`` of a Hugging Face
             model. It is called for each part of the module, the innermost first. None:
             ``part.reset_parameters()``, where a part has that.

@@ -129,7 +129,7 @@ def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns all tensors, each DTensor replaced by this rank's part, which is detached.
 
     A sharded DTensor becomes a ``Shard``, a replicated one a plain tensor. Other tensors stay as
-    they are. Meshes must have one dimension.
+    they are. Raises ``ValueError`` for placements other than one ``Shard`` or ``Replicate``.
     """
     axes: dict[int, MeshAxis] = {}
     parts: dict[str, Any] = dict(tensors)
@@ -220,8 +220,8 @@ def _check_local(name: str, local: Any, layout: DTensorSpec | PartialGradSpec) -
 def wrap(params: Mapping[str, Tensor], layouts: Layouts) -> Mapping[str, Tensor]:
     """Returns all params, with those in ``layouts`` wrapped: as DTensors, or by ``pvary``.
 
-    Params that are DTensors stay. Raises ``ValueError`` if one that becomes a DTensor lacks the
-    shape of this rank's part.
+    Params that are DTensors stay. Raises ``ValueError`` if one would become a DTensor and lacks the
+    shape of this rank's part, or if a transform of ``torch.func`` is active.
     """
     wrapped = {}
     for name in params:

@@ -87,7 +87,9 @@ def find_units(
     params of no unit are the root's, as are those that a partial or closure holds by itself.
     ``tensors`` are those of the recipe, in its order.
 
-    Raises ``ValueError`` if ``units`` chooses no part, or one that is not called itself.
+    Raises ``ValueError`` if ``units`` chooses no part, or one that is not called itself, as a
+    ``ModuleList``. The module as a whole cannot be chosen. None gives an empty list. Raises
+    ``TypeError`` for ``units`` of another kind.
     """
     is_unit = _make_unit_predicate(units)
     paths: dict[int, str] = {}

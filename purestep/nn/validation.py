@@ -40,8 +40,8 @@ def check_module(module: Module) -> None:
     """Raises if ``from_module`` cannot take a module.
 
     That is ``TypeError`` for other objects, wrappers such as DDP, and parts that cannot be copied.
-    It is ``ValueError`` for lazy modules, and where updates would depend on how batches are cut. A
-    module on "meta" passes.
+    It is ``ValueError`` for lazy modules, and for ``scale_grad_by_freq``, by which updates would
+    depend on how batches are cut. A BatchNorm passes, and a module on "meta".
     """
     if not isinstance(module, Module):
         raise TypeError(f"from_module takes an nn.Module, got {type(module).__name__}")
@@ -56,7 +56,7 @@ def check_module(module: Module) -> None:
 
 
 def check_has_value(name: str, buffer: Tensor) -> None:
-    """Raises ``ValueError`` if a tensor that is no parameter is on the meta device."""
+    """Raises ``ValueError`` if a tensor, which the caller knows is no parameter, is on "meta"."""
     if buffer.is_meta:
         raise ValueError(
             f"{name} has no values on the meta device, and is no parameter that can be loaded: "
@@ -167,8 +167,8 @@ def check_names(
 ) -> None:
     """Raises if a mapping lacks a required name, or has one that is not allowed.
 
-    The error is a ``ValueError``, and for what is no mapping a ``TypeError``. ``what`` names the
-    mapping in its message, which ends with ``hint``.
+    The error is a ``ValueError`` whose message ends with ``hint``. For what is no mapping, it is a
+    ``TypeError``. ``what`` names the mapping in both messages.
 
     >>> check_names("params", {"bias": 0}, ["weight"], ["weight"], "pass those of from_module")
     Traceback (most recent call last):
