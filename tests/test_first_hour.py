@@ -18,6 +18,8 @@ STATE = SGD.init(PARAMS)
 STEP: Any = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
 EXAMPLES = [{"x": torch.ones(1)}, {"x": torch.ones(2)}]
 LOGITS: Any = SimpleNamespace(logits=torch.ones(1, 2))
+HIDDEN: Any = SimpleNamespace(last_hidden_state=torch.ones(1, 2))
+LABELS = torch.ones(1).long()
 PS: Any = ps
 
 
@@ -145,7 +147,24 @@ CASES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (
         TypeError,
         "logits must be a tensor, got SimpleNamespace: take its .logits",
-        lambda: ps.losses.cross_entropy(LOGITS, torch.ones(1).long()),
+        lambda: ps.losses.cross_entropy(LOGITS, LABELS),
+    ),
+    (
+        TypeError,
+        "logits must be a tensor, got SimpleNamespace: take its .logits",
+        lambda: ps.losses.kl_divergence(LOGITS, torch.ones(1, 2)),
+    ),
+    (
+        TypeError,
+        "hidden must be a tensor, got SimpleNamespace: take its .last_hidden_state",
+        lambda: ps.losses.linear_cross_entropy(HIDDEN, torch.ones(2, 2), LABELS),
+    ),
+    (
+        TypeError,
+        "teacher_hidden must be a tensor",
+        lambda: ps.losses.linear_kl_divergence(
+            torch.ones(1, 2), torch.ones(2, 2), HIDDEN, torch.ones(2, 2)
+        ),
     ),
     (
         TypeError,

@@ -207,6 +207,7 @@ def test_every_update_of_a_model_that_drops_has_keys() -> None:
         draw = Draw({(0,): seed}, random.Random(seed))
         case = ps.testing.LAWS["T15"].draw_case(draw, trainer, "")
         num_updates.add(len(case.second.groups))
+        assert case.first is not None
         for run in (case.first, case.second):
             batches = [b for group in run.groups for share in group for b in share]
             assert all("key" in batch for batch in batches)

@@ -124,7 +124,7 @@ def _find_tensors(path: Path) -> dict[str, _SavedTensor]:
 def _read_header(path: Path) -> dict[str, _SavedTensor]:
     """Reads where each tensor of a file is, with its dtype and shape, from the header, by name.
 
-    Raises ``ValueError`` if the header is cut short or is no JSON object.
+    Raises ``ValueError`` if the header is cut short, or does not describe tensors.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -140,9 +140,12 @@ def _read_header(path: Path) -> dict[str, _SavedTensor]:
     header.pop("__metadata__", None)
     saved = {}
     for name, entry in header.items():
-        start, _ = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        saved[name] = _SavedTensor(path, 8 + length + start, entry["dtype"], shape)
+        try:
+            start, _ = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            saved[name] = _SavedTensor(path, 8 + length + start, entry["dtype"], shape)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damage_error(path) from error
     return saved
 
 

@@ -16,7 +16,9 @@ def check_tensors(**tensors: object) -> None:
     """
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            hint = ": take its .logits" if hasattr(tensor, "logits") else ""
+            # A model of transformers returns one of these.
+            fields = [x for x in ("logits", "last_hidden_state") if hasattr(tensor, x)]
+            hint = f": take its .{fields[0]}" if fields else ""
             raise TypeError(
                 f"{name} must be a tensor, got {type(tensor).__name__}{hint}"
             )

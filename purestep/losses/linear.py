@@ -6,7 +6,11 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.counts import IGNORE_INDEX
-from purestep.losses.arguments import check_temperature, labels_to_int64
+from purestep.losses.arguments import (
+    check_temperature,
+    check_tensors,
+    labels_to_int64,
+)
 from purestep.losses.vocabulary import (
     Head,
     choose_chunk_size,
@@ -64,6 +68,7 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(hidden, weight, torch.tensor([[3, -100]]))
     tensor([[1.3863, 0.0000]])
     """
+    check_tensors(hidden=hidden, weight=weight, labels=labels)
     _check_product(hidden, weight, labels.shape, "labels")
     num_classes = len(weight)
     if bias is not None and bias.shape != (num_classes,):
@@ -141,6 +146,8 @@ def linear_kl_divergence(
     >>> linear_kl_divergence(student, torch.ones(2, 8), teacher, torch.tensor([[0.0], [1.0]]))
     tensor([0.1109, 0.1109, 0.1109])
     """
+    check_tensors(hidden=hidden, weight=weight)
+    check_tensors(teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
     _check_product(
         hidden, weight, teacher_hidden.shape[:-1], "teacher_hidden without its features"
     )

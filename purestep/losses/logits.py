@@ -90,6 +90,7 @@ def kl_divergence(
     >>> kl_divergence(torch.zeros(2, 4), torch.tensor([[0.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]]))
     tensor([0.0000, 1.3826])
     """
+    check_tensors(logits=logits, teacher_logits=teacher_logits)
     if logits.ndim == 0:
         raise ValueError(
             "logits of shape () have no classes, which are their last dimension"

@@ -20,7 +20,7 @@ from torch.nn import Module
 from purestep.torch_private import forward_hooks
 
 _DEPTH = 4
-"""How many references lead from a hook to a dict: partial, method, object, its attribute, say."""
+"""How many objects lead from a hook to a dict, both included: method, object, attribute, say."""
 
 
 def find_mappings(module: Module) -> list[Any]:
