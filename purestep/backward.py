@@ -119,7 +119,7 @@ def make_backward(
     step = make_step(
         GradBackends(plain, _refuse_graph, _refuse_graph),
         settings,
-        {**config, "backward": "yes"},
+        {**config, "call": "backward"},
         functools.partial(_check_parameters, axis),
         _keep_grads,
         notes_launches=False,

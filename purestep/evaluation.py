@@ -77,7 +77,7 @@ def make_eval_step(
     rank_config = {
         "weight_fn": "given" if weight_fn else "None",
         "gather": gather_once,
-        "evaluation": "yes",
+        "call": "eval_step",
     }
 
     def eval_step(

@@ -140,6 +140,7 @@ def make_update_step(
     check_optimizer("optimizer must be a ps.optim.Optimizer", optimizer)
     settings = StepSettings(weight_fn, axis, normalize, accum_dtype, gather)
     config = check_settings(settings, on_nonfinite=on_nonfinite)
+    config["call"] = "update_step"
     backends = make_backends(accept_repeated(loss_fn, gather), grad_and_value, compile)
     check = functools.partial(_check_inputs, optimizer, axis, donate)
     finish = functools.partial(finish_step, optimizer, on_nonfinite == "skip", donate)

@@ -820,7 +820,7 @@ class LateFault(NamedTuple):
 
 
 FLOATS = "the weights of 1 ranks of ThreadAxis(4) are floats, those of 2 are integers"
-SETTINGS = "disagree on one of params, opt_state"
+SETTINGS = "disagree on one of settings, params, opt_state"
 LATE_FAULTS = {
     "weights": LateFault(
         fail_in("weight_fn", 0),

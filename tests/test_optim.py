@@ -532,7 +532,7 @@ BAD_MASKS: list[Refusal] = [
     (
         partial(init_with_mask, mask),
         ValueError,
-        r"a tree of bools like|is no prefix of a tree like",
+        r"a tree of bools like|the prefix lacks \['b'\] and adds \[\] to the keys",
     )
     for mask in (
         {"w": True},

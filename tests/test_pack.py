@@ -243,7 +243,7 @@ REFUSED: list[tuple[Call, str]] = [
     ),
     (
         lambda: ps.pack(ROWS, max_tokens=8),
-        r"no pad value for example\['x'\]: add it to",
+        r"no pad value for example\['x'\]: add it to pad=, by its name",
     ),
     (
         lambda: ps.pack([{"x": [1]}], max_tokens=8),

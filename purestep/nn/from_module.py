@@ -198,9 +198,7 @@ def to_module(
     module_buffers = dict(module.named_buffers(remove_duplicate=False))
     buffers = buffers or {}
     required = validation.find_written_buffers(module)
-    validation.check_names(
-        "params", params, parameters, (), "pass params of this module"
-    )
+    validation.check_names("params", params, parameters, (), _TO_MODULE_HINT)
     validation.check_names(
         "buffers", buffers, module_buffers, required, first_call.BUFFERS_HINT
     )
@@ -230,6 +228,10 @@ def to_module(
             targets[name].copy_(value)
 
 
+_TO_MODULE_HINT = (
+    "pass params of this module; if it was changed since from_module, as by get_peft_model, change "
+    "it before from_module"
+)
 _FROZEN_HINT = (
     "those that do not train, apply.frozen by name, and all of them that are on the meta device: "
     "ps.checkpoint.load_safetensors(path, like=ps.shard(apply.frozen, axis))"

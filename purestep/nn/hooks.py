@@ -53,8 +53,7 @@ def give_dicts(attributes_of_parts: Iterable[dict[str, Any]]) -> None:
 def count_registered() -> int:
     """Returns how many hooks this process has registered with torch so far, removed ones included.
 
-    It counts all that have a ``RemovableHandle``: hooks of modules, of tensors and of optimizers,
-    whoever registered them.
+    It counts all that have a ``RemovableHandle``: hooks of modules, of tensors and of optimizers.
     """
     number: int = RemovableHandle.next_id
     return number

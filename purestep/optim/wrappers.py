@@ -159,7 +159,8 @@ def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
     ``TypeError`` unless ``optimizer`` is an Optimizer. Raises ``ValueError`` for a ``decay`` that
     is a number and not from 0 to 1.
 
-    Around ``master_weights`` it is the mean of the rounded params. Inside, it is that of the
+    Put it around a chain, not into it: the mean is then ``opt_state.average``. Around
+    ``master_weights`` it is the mean of the rounded params. Inside, it is that of the
     float32 params.
 
     >>> import torch

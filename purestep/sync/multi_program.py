@@ -158,7 +158,8 @@ class MultiProgramSession:
         These are params, ``opt_state`` and the settings. With ``gather="loss"``, so is the number
         of microbatches; with a ``weight_fn``, only whether it is zero.
         """
-        trees = {"params": params, "opt_state": opt_state, "settings": self._config}
+        # Settings first: ranks that make different calls differ in all three.
+        trees = {"settings": self._config, "params": params, "opt_state": opt_state}
         if self._gather == "loss":
             number = str(num_microbatches)
             # A rank with fewer than others repeats its last one, with weights of zero.

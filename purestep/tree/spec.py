@@ -228,14 +228,30 @@ def _broadcast(prefix: Tree, spec: TreeSpec) -> list[Any]:
         parts, *_ = optree.tree_flatten_one_level(prefix, namespace=NAMESPACE)
     if parts is None or len(parts) != spec.num_children:
         raise ValueError(
-            f"{prefix!r} is no prefix of a tree like {format_spec(spec)}: give a value for each "
-            "of its leaves, or one for a whole container"
+            f"{_describe_misfit(prefix, spec)}: give a value for each leaf of the tree, or one for "
+            "a whole container"
         )
     values = []
     children = spec.children()
     for part, child in zip(parts, children, strict=True):
         values += _broadcast(part, child)
     return values
+
+
+def _describe_misfit(prefix: Tree, spec: TreeSpec) -> str:
+    """Says which keys a prefix lacks or adds, up to five of each; of other containers, both whole.
+
+    >>> _describe_misfit({"a": 1}, flatten({"a": 2, "b": 3})[1])
+    "the prefix lacks ['b'] and adds [] to the keys of the tree"
+    """
+    if not isinstance(prefix, dict) or not issubclass(spec.type or object, dict):
+        return f"{prefix!r} is no prefix of a tree like {format_spec(spec)}"
+    keys = spec.entries()
+    missing = [key for key in keys if key not in prefix]
+    added = [key for key in prefix if key not in keys]
+    return (
+        f"the prefix lacks {missing[:5]} and adds {added[:5]} to the keys of the tree"
+    )
 
 
 def subset(spec: TreeSpec, leaves: Sequence[Any], positions: Set[int]) -> Tree:
