@@ -222,7 +222,11 @@ def _check_unique(names: Collection[str]) -> None:
 
 
 def _has_stable_repr(key: Any) -> bool:
-    """Returns whether a key prints the same in each process: no address, no order of a set."""
+    """Returns whether a key is of a class known to print the same in each process.
+
+    Such a key has no address and no order of a set. Tuples count by their items, and members of an
+    ``Enum`` by their value. A key of any other class counts as unstable.
+    """
     if isinstance(key, tuple):
         return all(_has_stable_repr(item) for item in key)
     if isinstance(key, Enum):

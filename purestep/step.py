@@ -462,10 +462,13 @@ def apply_update(
         (θ′, s′) = optimizer(g, s, θ) if applied else (θ, s)
 
     Where a transform, a compiler or autograd follows the values, it is ``optimizer.update`` and a
-    selection. If ``writes_in_graph``, a graph writes these to the caller's buffers. Elsewhere it is
-    ``update_``: on the caller's buffers with ``donate``, otherwise on one copy of them. ``update_``
-    consumes the gradients. With ``donate``, the first leaves of params and state are then marked as
-    donated. The host reads an ``applied`` that lies on it, and waits for no device.
+    selection. With ``writes_in_graph``, the results are then copied, by operations of the graph,
+    to the caller's buffers.
+
+    Elsewhere it is ``update_``: on the caller's buffers with ``donate``, otherwise on one copy of
+    them. ``update_`` consumes the gradients. With ``donate``, the first leaves of params and state
+    are then marked as donated. The host reads an ``applied`` that lies on it, and waits for no
+    device.
 
     Raises ``ValueError`` for params or state that were donated before. An error that a wrong state
     causes becomes a ``ValueError`` or ``TypeError`` that says so.

@@ -75,10 +75,11 @@ def train(rates: Rates, run: Any) -> Tensor:
 
 
 def sample_run(generator: torch.Generator) -> Any:
-    """Draws a run: initial ``params``, and ``batches``, a dict of float64 rows ``x`` and ``y``.
+    """Draws a run, as a dict of "params", the initial ones, and "batches".
 
-    y is a function of x that is made of waves. The rows are not cut into batches yet: there are
-    ``2 * ROWS`` for each update and for one unseen batch.
+    "batches" is a dict of float64 rows ``x`` and ``y``, where y is a function of x that is made of
+    waves. The rows are not cut into batches yet: there are ``2 * ROWS`` for each update and for one
+    unseen batch.
     """
     num_batches = UPDATES + 1
     num_rows = 2 * ROWS * num_batches

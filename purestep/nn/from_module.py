@@ -588,14 +588,13 @@ def _as_parameter(p: Tensor) -> Tensor:
     """Returns ``p``, or an alias of it; it is an ``nn.Parameter`` to the module where that is safe.
 
     A module may ask ``isinstance(self.weight, nn.Parameter)``. A leaf that a step has made is
-    marked by an attribute, and returned itself: an alias is one more node of the graph. Of other
-    plain leaves of autograd, an alias is returned.
+    marked here by an attribute, and returned itself: an alias is one more node of the graph. Of
+    other plain leaves of autograd, an alias is returned, except in half precision.
 
-    Where an alias is not safe, ``p`` is returned, and is no parameter to the module. Casts of a
-    param, and what ``unshard`` returns, are no leaves of autograd. Also,
-    ``forbid_module_recompute`` takes an ``nn.Parameter`` that is not in the params' memory for
-    another module's. Nor is an alias safe in half precision: a leaf's gradient is summed in
-    float32, that of an alias is not.
+    All else is returned as it is, and is no parameter to the module. In half precision a leaf's
+    gradient is summed in float32, but that of an alias is not. Casts of a param, and what
+    ``unshard`` returns, are no leaves. They are not in the params' memory, so as ``nn.Parameter``
+    they would be another module's to ``forbid_module_recompute``.
     """
     if is_leaf_of_step(p):
         setattr(p, PARAMETER_MARK, True)
