@@ -12,6 +12,7 @@ from torch import Tensor
 
 import purestep as ps
 from purestep.compiling.graph import drop_guards, drop_library_guards
+from purestep.grads.compiled import preserve_generators
 from support.strategies import assert_same
 from support.torch_private import limit_recompilations
 from tests import counted_graphs
@@ -337,6 +338,14 @@ def test_a_microbatch_without_a_graph_before_one_that_has_it() -> None:
         with torch.compiler.set_stance("eager_on_recompile"):
             new_params.append(step(params, sgd.init(params), [square, row])[0])
     assert_same(*new_params)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_generators_are_put_back_on_devices_without_their_own(device: str) -> None:
+    before = torch.get_rng_state()
+    with preserve_generators(torch.device(device)):
+        torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_no_options_beside_a_mode() -> None:

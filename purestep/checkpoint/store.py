@@ -220,8 +220,8 @@ def prepare_step_path(folder: File, step: int, keep: int) -> Path:
     if last is not None and _parse_step(last) > step:
         raise ValueError(
             f"{folder} holds step {_parse_step(last)}, which is later than {step}: a "
-            "resumed run counts on from the step that it loaded, so save that in the tree; for a new "
-            "run, remove what is later, or take a different folder"
+            "resumed run counts on from the step that it loaded, so save that in the tree; for a "
+            "new run, remove what is later, or take a different folder"
         )
     return Path(folder, f"{step:08}")
 

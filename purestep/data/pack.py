@@ -73,8 +73,9 @@ def pack(
         multiple_of: padded lengths are multiples of this.
         pad: the padding value of each leaf, by name. Padding must weigh nothing: -100 for labels. A
             single number pads every leaf, the labels too. Names that you leave out keep the
-            default's values, if they are usual ones: "tokens", "input_ids", "labels". A leaf that has a length, but no value here, raises
-            ``ValueError``, and so does a value that its dtype cannot hold.
+            default's values, if they are usual ones: "tokens", "input_ids", "labels". A leaf that
+            has a length, but no value here, raises ``ValueError``, and so does a value that its
+            dtype cannot hold.
         per_example: names of leaves that have dimensions, but no length. A name that no leaf has
             raises ``ValueError``.
 
@@ -259,8 +260,8 @@ def stack_padded(tensors: Sequence[Tensor], length: int, pad: Pad, path: str) ->
 def _find_pad_value(pad: Pad, path: str, dtype: torch.dtype) -> float:
     """Returns the padding value for a path: ``pad``, or the first value in it by a name that fits.
 
-    A mapping adds to ``DEFAULT_PAD``. A name fits by ``is_named``. Raises ``ValueError`` if there is none, or if the dtype cannot hold
-    the value.
+    A mapping adds to ``DEFAULT_PAD``. A name fits by ``is_named``. Raises ``ValueError`` if there
+    is none, or if the dtype cannot hold the value.
     """
     value: float
     if isinstance(pad, Mapping):

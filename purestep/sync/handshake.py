@@ -58,8 +58,8 @@ class Status(NamedTuple):
 def encode_status(
     axis: ProcessAxis,
     *,
-    group_len: int = 0,
-    fingerprint: int = 0,
+    group_len: int,
+    fingerprint: int,
     counts: TokenCounts = NO_COUNTS,
     loss: Tensor = ZERO,
     knows_gathers: bool = False,
