@@ -314,4 +314,27 @@ MISTAKES = [
         law="T1",
         required=True,
     ),
+    Mistake(
+        "the rate by tokens consumed before counts padding",
+        [
+            ("self.consumed += self.consume(group, count)\n", ""),
+            (
+                'options["lr"] = 0.2 / (1 + self.consumed / 8)',
+                'options["lr"] = 0.2 / (1 + self.consumed / 8)\n'
+                "self.consumed += sum(\n"
+                "    self.problem.weights(b).numel() for share in group for b in share\n"
+                ")",
+            ),
+        ],
+        base="TokenSchedule",
+        law="T4",
+        required=True,
+    ),
+    Mistake(
+        "float32 copies are made anew from half precision after a load",
+        replace("master.copy_(kept)", "master.copy_(kept.bfloat16())"),
+        base="Masters",
+        law="T16",
+        required=True,
+    ),
 ]

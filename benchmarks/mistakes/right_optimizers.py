@@ -301,6 +301,33 @@ class Bfloat16Sgd(Optimized):
         torch.nn.utils.clip_grad_norm_(self.params, 1.0)
 
 
+class Masters(Optimized):
+    """AdamW in bfloat16, which moves float32 copies of the params, and saves them."""
+
+    capabilities = Capabilities(ranks=2, plain_sgd=False, dtype=torch.bfloat16)
+
+    def make_optimizer(self) -> Any:
+        self.masters = [p.detach().float() for p in self.params]
+        return torch.optim.AdamW(self.masters, lr=0.003)
+
+    def before_step(self, group: Group, count: Tensor) -> None:
+        for master, p in zip(self.masters, self.params, strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+
+    def after_step(self) -> None:
+        with torch.no_grad():
+            for master, p in zip(self.masters, self.params, strict=True):
+                p.copy_(master)
+
+    def save(self) -> Any:
+        return super().save(), copy.deepcopy(self.masters)
+
+    def load(self, saved: Any) -> None:
+        super().load(saved[0])
+        for master, kept in zip(self.masters, saved[1], strict=True):
+            master.copy_(kept)
+
+
 class Averaged(Optimized):
     """Evaluates a moving average of the parameters, which SGD moves, and shows it."""
 

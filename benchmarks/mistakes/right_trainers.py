@@ -42,6 +42,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "lamb_float32": right_optimizers.Float32Lamb,
     "adam_bfloat16": right_optimizers.Bfloat16,
     "clipped_bfloat16": right_optimizers.Bfloat16Sgd,
+    "masters_bfloat16": right_optimizers.Masters,
     "normed_gradient": right_optimizers.NormedGradient,
     "averaged": right_optimizers.Averaged,
     "packed": right_optimizers.Packed,

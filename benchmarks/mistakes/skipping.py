@@ -14,6 +14,7 @@ from benchmarks.mistakes.edits import (
     REDUCE,
     STEP,
     SUM_COUNTS,
+    ZERO_GRAD,
     after_update,
     at_start,
     divide_by,
@@ -23,6 +24,21 @@ from benchmarks.mistakes.edits import (
 from benchmarks.mistakes.mistake import Mistake
 
 MISTAKES = [
+    Mistake(
+        "a step that is skipped leaves the gradients of the microbatches before",
+        [
+            ("Capabilities(ranks=3,", "Capabilities(ranks=1,"),
+            (ZERO_GRAD, ""),
+            (
+                BACKWARD,
+                "                if not objective.isfinite():\n"
+                "                    return\n" + BACKWARD,
+            ),
+            (STEP, STEP + "                optimizer.zero_grad()\n"),
+        ],
+        law="T7",
+        required=True,
+    ),
     Mistake(
         "no step where the loss is zero",
         step_only_if("sum(sums) != 0"),

@@ -188,6 +188,21 @@ def _check_purity(trainer: Any, case: Case) -> bool:
     return True
 
 
+def _check_resume(trainer: Any, case: Case) -> bool:
+    """Returns what ``agree`` does; in a coarse dtype, a run that repeats must resume to the bit.
+
+    There a bound of rounding hides what a restart loses, as float32 copies of the params.
+    """
+    if agree(trainer, case):
+        return True
+    is_coarse = trainer.capabilities.is_coarse
+    if is_coarse and case.first and agree(trainer, replace(case, second=case.first)):
+        raise DisagreementError(
+            case, "a run has the same bits twice, but others if it is resumed", 0.0
+        )
+    return False
+
+
 def _computes_cut(trainer: Any) -> bool:
     return not trainer.capabilities.merges_microbatches
 
@@ -301,6 +316,7 @@ ALL_LAWS = [
         title="resume",
         statement="Saving, starting anew, loading and going on is never having stopped.",
         draw_case=_draw_restart,
+        claim=_check_resume,
         is_able=_is_resumable,
         obstacle="it cannot be saved here",
     ),

@@ -8,7 +8,13 @@ import torch
 from purestep.testing.draws import Draw
 from purestep.testing.problem import Batch
 from purestep.testing.trainer import Capabilities, Group
-from purestep.testing.writing import microbatches
+from purestep.testing.writing import (
+    Layout,
+    Part,
+    draw_padding,
+    lay_out_group,
+    microbatches,
+)
 
 TOKENS = [
     ((1, 0), 1),
@@ -109,6 +115,36 @@ def draw_joined_updates(
         if is_uneven and size == 1:
             second[number] = [_cut_into_rows(batches, capabilities)]
     return History(first, second)
+
+
+def draw_padded_updates(draw: Draw, capabilities: Capabilities, size: int) -> History:
+    """Draws up to five updates on ``size`` ranks, which the second run makes with padding added.
+
+    Where rounding in several updates has no bound, they are those of ``draw_joined_updates``.
+    """
+    if capabilities.is_bounded:
+        updates = draw_updates(draw, capabilities, range(6), size)
+    else:
+        updates = _draw_copies(
+            draw, capabilities, size, by_rows=False, is_uneven=False, keyed=False
+        ).second
+    padded: list[Group] = []
+    for group in updates:
+        shares = []
+        for share in group:
+            shares.append([_pad_batch(draw, capabilities, batch) for batch in share])
+        padded.append(shares)
+    return History(updates, padded)
+
+
+def _pad_batch(draw: Draw, capabilities: Capabilities, batch: Batch) -> Batch:
+    """Returns a batch with rows and columns of weight 0 drawn into it."""
+    task = capabilities.task
+    num_rows, length = task.weights(batch).shape
+    layout: Layout = [[Part(range(num_rows))]]
+    layout = draw_padding(draw, layout, length, inside=True, added=False)
+    ((padded,),) = lay_out_group(batch, task, layout)
+    return padded
 
 
 def _cut_into_rows(batches: Sequence[Batch], capabilities: Capabilities) -> list[Batch]:

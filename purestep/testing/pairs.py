@@ -6,7 +6,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from purestep.testing.case import Act, Case, Run
 from purestep.testing.draws import Draw
-from purestep.testing.history import History, draw_joined_updates, draw_updates
+from purestep.testing.history import (
+    History,
+    draw_joined_updates,
+    draw_padded_updates,
+    draw_updates,
+)
 from purestep.testing.problem import Batch, Task
 from purestep.testing.trainer import Capabilities, Group, Resumable
 from purestep.testing.writing import (
@@ -79,7 +84,7 @@ def draw_pair(
         first_run = first_run._replace(acts=history.first, label=labels[0])
         second_run = second_run._replace(acts=history.second, label=labels[1])
     if differs and history.first:
-        where = "on one rank" if size > 1 else "with microbatches joined"
+        where = _describe_first_updates(change, size)
         label = f"{first_run.label}, after the same updates {where}"
         first_run = first_run._replace(label=label)
     if change == "look":
@@ -89,6 +94,13 @@ def draw_pair(
         first_run = _in_setting(first_run, names[0])
         second_run = _in_setting(second_run, names[1])
     return Case(problem, first_run, second_run, part=part)
+
+
+def _describe_first_updates(change: Change, size: int) -> str:
+    """Says how the first run makes earlier updates, where the second run makes them otherwise."""
+    if change == "padding":
+        return "without padding"
+    return "on one rank" if size > 1 else "with microbatches joined"
 
 
 def _draw_history(
@@ -123,6 +135,8 @@ def _draw_history(
             is_uneven=change == "all" or part == "unequal tokens",
             keyed=keyed,
         )
+    if change == "padding" and capabilities.task.model is None:
+        return draw_padded_updates(draw, capabilities, size)
     updates = draw_updates(draw, capabilities, range(6), size, keyed=keyed)
     return History(updates, updates)
 
@@ -328,7 +342,8 @@ def draw_interrupted(
 def _draw_nonfinite_update(draw: Draw, batch: Batch, size: int) -> _Interruption:
     """Draws an update that a trainer has to skip, with a bad target on one rank.
 
-    Each rank has ``batch`` once or twice. On one rank, one target that counts is NaN or infinite.
+    Each rank has ``batch`` once or twice. On one rank, one target that counts is NaN or infinite,
+    in the first of them or in the last.
     """
     targets = batch["y"].clone()
     spoilt_rank = draw.one(range(size))
@@ -337,10 +352,12 @@ def _draw_nonfinite_update(draw: Draw, batch: Batch, size: int) -> _Interruption
     targets[first_token] = draw.one([math.nan, math.inf])
     spoilt = {**batch, "y": targets}
     others = draw.one([[], [batch]])
+    # At the end, gradients of the microbatches before are there when the trainer skips.
+    comes_last = draw.one([False, True])
     group = []
     for rank in range(size):
-        first = spoilt if rank == spoilt_rank else batch
-        group.append([first, *others])
+        one = spoilt if rank == spoilt_rank else batch
+        group.append([*others, one] if comes_last else [one, *others])
     label = f"with a target that is not finite on rank {spoilt_rank} of {size}"
     return _Interruption(group, label)
 
