@@ -61,7 +61,7 @@ bench: .venv/installed
 
 conformance: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[conformance]'
-	for each in fastai composer llamafactory axolotl olmo tunix; do $(BIN)/python -m pip install -q --no-deps --upgrade --target build/$$each -r benchmarks/trainers/$$each.txt; done
+	for each in fastai composer llamafactory axolotl olmo tunix torchtitan; do $(BIN)/python -m pip install -q --no-deps --upgrade --target build/$$each -r benchmarks/trainers/$$each.txt; done
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.trainers
 
 format: .venv/installed

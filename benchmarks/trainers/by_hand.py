@@ -84,8 +84,9 @@ HEADS_OF_TOKENS = {
     "GPT2ForTokenClassification": "classifier.weight",
     "GPT2ForSequenceClassification": "score.weight",
     "Transformer": "lm_head.w_out.weight",
+    "Llama3Model": "lm_head.weight",
 }
-"""Of transformers' models and OLMo-core's, the parameter that is the logits, where the hidden state is 1."""
+"""Of transformers' models, OLMo-core's and torchtitan's, the parameter that is the logits, where the hidden state is 1."""
 
 
 def said_by(trainer: Any, momentum: float = 0.0) -> Said | None:
@@ -112,15 +113,16 @@ def said_by(trainer: Any, momentum: float = 0.0) -> Said | None:
 
 def constant(kind: str) -> Any:
     """One of these models with the hidden state 1 everywhere, for two labels, whose logits are 0."""
-    if kind == "Transformer":
-        from benchmarks.trainers import with_olmo
+    if kind in ("Transformer", "Llama3Model"):
+        from benchmarks.trainers import with_olmo, with_torchtitan
 
-        olmo = with_olmo.small(2, 2, 1)
+        small = with_olmo.small if kind == "Transformer" else with_torchtitan.small
+        decoder = small(2, 2, 1)
         with torch.no_grad():
-            for name, p in olmo.named_parameters():
+            for name, p in decoder.named_parameters():
                 # So far from 0 that the norm's ε is nothing; and no block adds to it.
                 p.fill_(1024 if "embeddings" in name else "norm" in name)
-        return olmo
+        return decoder
     import transformers
 
     ids: dict[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
@@ -184,7 +186,10 @@ def bias_after(
             float(each.params[said.bias].flatten()[0]) for each in trainer.observe()
         ]
     except Exception as error:
-        return "hangs" if "is silent after" in str(error) else type(error).__name__
+        raised = (
+            error.__cause__ or error
+        )  # Processes raise from what a rank has raised.
+        return "hangs" if "is silent after" in str(error) else type(raised).__name__
     return (
         seen[0] if len({str(bias) for bias in seen}) == 1 else f"ranks differ: {seen}"
     )
