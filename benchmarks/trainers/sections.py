@@ -193,7 +193,7 @@ rank ends at {one}, two shards at {two}, and two replicas at {replicated}, as th
 optimizer steps on that, by momentum alone. Only then the loss is looked at, if it is logged, and a RuntimeError ends the run. That is each
 step here, with `log_freq=1`. At its default of 10 nine of ten steps are made without an error. The whole constructor runs, from a configuration with a Llama of one
 layer. Besides float32, torch's SGD and no clipping, two things are not the defaults. `spmd_backend` is "partial_dtensor": on several ranks "spmd_types" asks more of `fully_shard` than torch 2.13
-has. And `fully_shard` is told `set_force_sum_reduction_for_comms(True)`, as with `enable_fsdp_symm_mem`, because gloo has no PREMUL_SUM.
+has. And the column calls `set_force_sum_reduction_for_comms(True)` of `fully_shard`, as with `enable_fsdp_symm_mem`, because gloo has no PREMUL_SUM.
 """
 
 
