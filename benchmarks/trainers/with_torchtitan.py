@@ -1,14 +1,14 @@
-"""torchtitan's ``Trainer``, with a small Llama of its own, on gloo: its ``train_step`` makes each update.
+"""torchtitan's ``Trainer``, with a small Llama, on gloo: its ``train_step`` makes each update.
 
 ``Trainer.__init__`` runs as it is, from a ``Trainer.Config``. What it is given by hand:
 
-- The device: torchtitan is told on import that the accelerator is the CPU, and gets no statistics
+- The device: torchtitan takes the CPU for the accelerator on import, and gets no statistics
   of its memory. The kernels of its expert parallelism, which need triton, are a mock.
 - The meshes of the ranks, which are made once for each process. ``spmd_backend`` is
   "partial_dtensor": its default needs a ``fully_shard`` that is newer than torch 2.13.
 - In ``OptimizersContainer``, torch's SGD with the numbers of the problem. Nothing is clipped, and
   all is in float32.
-- The attention of ``scaled_dot_product_attention``: that of its own configurations needs a GPU.
+- The attention of ``scaled_dot_product_attention``: that of its configurations needs a GPU.
 - No tokenizer and no data set: ``batch_generator`` is given the microbatches of an update.
 
 What is set afterwards:
