@@ -36,7 +36,8 @@ _NOTES = {
 """Notes on errors of torch, by a pattern of the error's text."""
 
 _MIXED = re.compile(
-    r"(same|expected) device|dtypes? match|expected scalar type|(have|be) the same"
+    r"same (device|dtype|type)|expected (device|dtype|scalar type)|dtypes? match"
+    r"|[Tt]ype \(.*should be the same"
 )
 """Finds torch's errors for operands on different devices, or of different dtypes."""
 
@@ -83,6 +84,8 @@ def _list_names(error: KeyError, params: Params, microbatch: Microbatch) -> list
     if isinstance(microbatch, Mapping):
         notes.append(f"this microbatch has {[*microbatch]}")
     key = error.args[0] if error.args else None
+    if not isinstance(key, str):
+        return notes
     is_known = any(isinstance(x, Mapping) and key in x for x in (params, microbatch))
     if isinstance(params, Mapping) and not is_known:
         names = [*params][:MAX_NAMES]
@@ -97,14 +100,16 @@ def _list_names(error: KeyError, params: Params, microbatch: Microbatch) -> list
 def _describe_mixed(params: Params, microbatch: Microbatch) -> list[str]:
     """Names the first tensor of the microbatch on another device, or of another float dtype.
 
-    Returns no note if all are as the first param.
+    Returns no note if all are as the params. Dtypes are not compared if params have several.
 
     >>> _describe_mixed(torch.ones(1), torch.ones(1, dtype=torch.half))[0]
     'params are torch.float32, but microbatch is torch.float16: cast it, as by .to(torch.float32)'
     """
-    like = next(iter(tree.leaves(params)), None)
-    if like is None:
+    leaves = tree.leaves(params)
+    if not leaves:
         return []
+    like = leaves[0]
+    has_one_dtype = all(leaf.dtype == like.dtype for leaf in leaves)
     data = tree.mappings_to_dicts(microbatch)
     paths = tree.paths(data, "microbatch")
     for path, leaf in zip(paths, tree.leaves(data), strict=True):
@@ -115,7 +120,8 @@ def _describe_mixed(params: Params, microbatch: Microbatch) -> list[str]:
                 f"params are on {like.device}, but {path} is on {leaf.device}: move one of them, "
                 f'or copy each group by ps.prefetch(groups, "{like.device}")'
             ]
-        if leaf.is_floating_point() and leaf.dtype != like.dtype:
+        is_other = leaf.is_floating_point() and leaf.dtype != like.dtype
+        if has_one_dtype and is_other:
             return [
                 f"params are {like.dtype}, but {path} is {leaf.dtype}: cast it, as by "
                 f".to({like.dtype})"

@@ -337,7 +337,7 @@ def test_leaves_of_whole_examples_are_stacked() -> None:
 
     assert classes["class"].tolist() == [1, 1]
     assert pictures["image"].shape == (2, 2, 3)
-    message = r"no pad value for example\['class'\]: add it to pad="
+    message = r"no pad value for example\['class'\]: pass pad= with"
     with pytest.raises(ValueError, match=message):
         ps.pack_documents([ONE, ONE], row_tokens=4)
 

@@ -138,6 +138,13 @@ CASES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     ),
     (
         TypeError,
+        "optimizer takes no parameters",
+        lambda: PS.optim.adamw([*nn.Linear(1, 1).named_parameters()]),
+    ),
+    (TypeError, "takes no parameters", lambda: PS.optim.adamw(nn.Linear(1, 1))),
+    (TypeError, "learning_rate= here$", lambda: PS.optim.adamw(0.1, lr=0.1)),
+    (
+        TypeError,
         r"learning_rate= here, and an optimizer takes no parameters",
         lambda: PS.optim.adamw(nn.Linear(1, 1).parameters(), lr=0.1),
     ),
@@ -216,17 +223,35 @@ def test_groups_of_a_second_epoch() -> None:
         assert [*groups] == []
 
 
-@pytest.mark.parametrize(
-    ("batches", "last", "message"),
-    [(iter([]), "keep", "batches has none"), ([1, 2], "drop", "has 2, fewer than k=3")],
-)
-def test_data_without_one_group(batches: Any, last: Any, message: str) -> None:
-    with pytest.warns(UserWarning, match=message):
-        assert [*ps.group(batches, 3, last)] == []
+def test_a_loader_without_batches() -> None:
+    with pytest.warns(UserWarning, match="drop_last=True leaves out"):
+        groups = ps.group(DataLoader([1, 2], batch_size=3, drop_last=True), 1)  # type: ignore[arg-type]
+    assert [*groups] == []
 
 
-def test_the_end_of_an_epoch_is_no_mistake() -> None:
-    assert [*ps.group(iter([1, 2]), 2, start=2)] == []
+@pytest.mark.parametrize("batches", [[], iter([])])
+def test_a_rank_without_data_is_no_mistake(batches: Any) -> None:
+    assert [*ps.group(batches, 2)] == []
+
+
+def test_errors_about_shapes_get_no_note_on_dtypes() -> None:
+    group = {"x": torch.ones(2, 3), "price": torch.ones(2, dtype=torch.float64)}
+
+    def loss(p: Any, m: Any) -> Tensor:
+        raise ValueError("Target size must be the same as input size")
+
+    step = ps.make_update_step(loss, SGD, weight_fn=lambda m: torch.ones(2))
+    with pytest.raises(ValueError, match="Target size") as info:
+        step(PARAMS, STATE, [group])
+    assert not any("float64" in note for note in info.value.__notes__)
+
+
+def test_a_key_without_a_hash_is_raised_as_it_is() -> None:
+    def loss(p: Any, m: Any) -> Tensor:
+        raise KeyError([1])
+
+    with pytest.raises(KeyError):
+        step_on(loss)
 
 
 def test_a_schedule_is_plotted() -> None:

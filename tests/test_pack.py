@@ -243,7 +243,7 @@ REFUSED: list[tuple[Call, str]] = [
     ),
     (
         lambda: ps.pack(ROWS, max_tokens=8),
-        r"no pad value for example\['x'\]: add it to pad=, by its name",
+        r"no pad value for example\['x'\]: pass pad= with a value for each leaf",
     ),
     (
         lambda: ps.pack([{"x": [1]}], max_tokens=8),

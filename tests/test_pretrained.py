@@ -413,7 +413,14 @@ def test_a_function_that_initializes_models_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    "header", [b"[]", b'{"weight": 1}', b'{"weight": {"data_offsets": [0]}}']
+    "header",
+    [
+        b"[]",
+        b'{"weight": 1}',
+        b'{"weight": {"data_offsets": [0]}}',
+        b'{"weight": {"data_offsets": [-9, 4], "shape": [1], "dtype": "F32"}}',
+        b'{"weight": {"data_offsets": [0.5, 4], "shape": [1], "dtype": "F32"}}',
+    ],
 )
 def test_a_header_that_names_no_tensors(tmp_path: Path, header: bytes) -> None:
     path = tmp_path / "model.safetensors"

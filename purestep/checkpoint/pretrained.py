@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import json
 import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -141,9 +142,12 @@ def _read_header(path: Path) -> dict[str, _SavedTensor]:
     saved = {}
     for name, entry in header.items():
         try:
-            start, _ = entry["data_offsets"]
+            start, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
-            saved[name] = _SavedTensor(path, 8 + length + start, entry["dtype"], shape)
+            if not 0 <= operator.index(start) <= operator.index(end):
+                raise ValueError(f"data_offsets of {name}")
+            dtype = str(entry["dtype"])
+            saved[name] = _SavedTensor(path, 8 + length + start, dtype, shape)
         except (KeyError, TypeError, ValueError) as error:
             raise _damage_error(path) from error
     return saved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any, Literal, get_args
 
@@ -97,6 +98,12 @@ def group(
             "order is another one now. Seed it: DataLoader(..., shuffle=True, "
             "generator=torch.Generator().manual_seed(epoch)), in the first run as well"
         )
+    if _is_empty_loader(batches):
+        warnings.warn(
+            "ps.group: this DataLoader has no batches, so a loop over the groups does nothing: its "
+            "dataset is empty, or drop_last=True leaves out what is fewer than batch_size",
+            stacklevel=2,
+        )
     return Groups(batches, k, last, start)
 
 
@@ -116,8 +123,6 @@ class Groups(Iterator[list[Microbatch]]):
         self, batches: Iterable[Microbatch], k: int, last: Last, start: int
     ) -> None:
         self._batches = iter(batches)
-        # A list without batches is ordinary, as on a rank without data.
-        self._is_stream = isinstance(batches, DataLoader | Iterator)
         self._k = k
         self._last = last
         self._num_to_skip = start
@@ -151,9 +156,6 @@ class Groups(Iterator[list[Microbatch]]):
         self._pending = []
         is_short = len(microbatches) < self._k
         if not microbatches or (is_short and self._last == "drop"):
-            is_first = self.position == 0 and not self._is_used_up
-            if is_first and (microbatches or self._is_stream):
-                self._warn_of_no_group(len(microbatches))
             self._is_used_up = True
             raise StopIteration
         if is_short and self._last == "raise":
@@ -161,18 +163,17 @@ class Groups(Iterator[list[Microbatch]]):
         self.position += len(microbatches)
         return microbatches
 
-    def _warn_of_no_group(self, num_found: int) -> None:
-        """Warns that ``num_found`` batches make no group, so a loop over groups does nothing."""
-        cause = (
-            "batches has none: a generator is used up after one loop, and a DataLoader with "
-            "drop_last=True leaves out what is fewer than batch_size"
-        )
-        if num_found:
-            cause = (
-                f"batches has {num_found}, fewer than k={self._k}, and last='drop' leaves "
-                "them out"
-            )
-        warnings.warn(f"ps.group yields no group: {cause}", stacklevel=3)
+
+def _is_empty_loader(batches: Any) -> bool:
+    """Returns whether ``batches`` is a ``DataLoader`` whose length is known, and 0.
+
+    Other data without batches are ordinary, as a stream on a rank without data.
+    """
+    if not isinstance(batches, DataLoader):
+        return False
+    with suppress(TypeError):  # A stream or a sampler may have no length.
+        return len(batches) == 0
+    return False
 
 
 def _uses_global_generator(batches: Any) -> bool:

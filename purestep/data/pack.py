@@ -72,10 +72,10 @@ def pack(
             is longer, once padded, raises ``ValueError``.
         multiple_of: padded lengths are multiples of this.
         pad: the padding value of each leaf, by name. Padding must weigh nothing: -100 for labels. A
-            single number pads every leaf, the labels too. Names that you leave out keep the
-            default's values, if they are usual ones: "tokens", "input_ids", "labels". A leaf that
-            has a length, but no value here, raises ``ValueError``, and so does a value that its
-            dtype cannot hold.
+            single number pads every leaf, the labels too. The default has usual names, such as
+            "tokens", "input_ids" and "labels"; a mapping of yours replaces it. A leaf that has a
+            length, but no value here, raises ``ValueError``, and so does a value that its dtype
+            cannot hold.
         per_example: names of leaves that have dimensions, but no length. A name that no leaf has
             raises ``ValueError``.
 
@@ -260,17 +260,16 @@ def stack_padded(tensors: Sequence[Tensor], length: int, pad: Pad, path: str) ->
 def _find_pad_value(pad: Pad, path: str, dtype: torch.dtype) -> float:
     """Returns the padding value for a path: ``pad``, or the first value in it by a name that fits.
 
-    A mapping adds to ``DEFAULT_PAD``. A name fits by ``is_named``. Raises ``ValueError`` if there
+    A name fits by ``is_named``. Raises ``ValueError`` if there
     is none, or if the dtype cannot hold the value.
     """
     value: float
     if isinstance(pad, Mapping):
-        by_name = {**DEFAULT_PAD, **pad}
-        values = [value for name, value in by_name.items() if is_named(path, name)]
+        values = [value for name, value in pad.items() if is_named(path, name)]
         if not values:
             raise ValueError(
-                f"no pad value for {path}: add it to pad=, by its name, a value that weighs "
-                'nothing, as pad={"ids": 0, "targets": -100} does'
+                f"no pad value for {path}: pass pad= with a value for each leaf that has a length, "
+                'also for labels, as pad={"ids": 0, "labels": -100} does'
             )
         value = values[0]
     else:

@@ -16,9 +16,8 @@ def check_tensors(**tensors: object) -> None:
     """
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            # A model of transformers returns one of these.
-            fields = [x for x in ("logits", "last_hidden_state") if hasattr(tensor, x)]
-            hint = f": take its .{fields[0]}" if fields else ""
+            field = "last_hidden_state" if "hidden" in name else "logits"
+            hint = f": take its .{field}" if hasattr(tensor, field) else ""
             raise TypeError(
                 f"{name} must be a tensor, got {type(tensor).__name__}{hint}"
             )

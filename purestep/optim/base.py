@@ -30,6 +30,7 @@ from purestep import tree
 from purestep.optim.schedules import (
     PARAMETERS_HINT,
     SCHEDULER_HINT,
+    holds_parameters,
     is_scheduler,
 )
 from purestep.types import OptState, Params, StateT, Tree
@@ -139,8 +140,7 @@ def explain_torch_names(
         for name, name_here in _TORCH_NAMES.items():
             if name in kwargs:
                 text = f"{name}= of torch.optim is {name_here} here"
-                # Beside lr=, a first argument is the parameters.
-                if name == "lr" and args:
+                if name == "lr" and args and holds_parameters(args[0]):
                     text += f", and an optimizer {PARAMETERS_HINT}"
                 raise TypeError(text)
         return make(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TypeAlias
 
@@ -42,7 +42,7 @@ def check_rate(learning_rate: object) -> None:
         raise TypeError(
             f"learning_rate is a scheduler of torch.optim, which {SCHEDULER_HINT}"
         )
-    if isinstance(learning_rate, Iterator) or _holds_parameters(learning_rate):
+    if holds_parameters(learning_rate):
         raise TypeError(f"an optimizer {PARAMETERS_HINT}")
     is_class = isinstance(learning_rate, type)
     is_number = isinstance(learning_rate, Real | Tensor)
@@ -53,13 +53,21 @@ def check_rate(learning_rate: object) -> None:
         )
 
 
-def _holds_parameters(value: object) -> bool:
-    """Returns whether this is a list whose first element is an ``nn.Parameter`` or a dict.
+def holds_parameters(value: object) -> bool:
+    """Returns whether this is a module, or what ``torch.optim`` takes for its parameters.
 
-    So are the parameters, or groups of them, that ``torch.optim`` takes.
+    That is an iterator that is no function, a mapping, or a list of parameters, of pairs with their
+    names or of groups. Only the first item is looked at.
+
+    >>> holds_parameters(torch.nn.Linear(1, 1).parameters()), holds_parameters(0.1)
+    (True, False)
     """
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, torch.nn.Parameter | dict)
+    if isinstance(value, torch.nn.Module | Mapping):
+        return True
+    if isinstance(value, Iterator):
+        return not callable(value)
+    first = value[0] if isinstance(value, list | tuple) and value else None
+    return isinstance(first, torch.nn.Parameter | dict | tuple)
 
 
 def is_scheduler(value: object) -> bool:

@@ -142,7 +142,7 @@ def _pad_batch(draw: Draw, capabilities: Capabilities, batch: Batch) -> Batch:
     task = capabilities.task
     num_rows, length = task.weights(batch).shape
     layout: Layout = [[Part(range(num_rows))]]
-    layout = draw_padding(draw, layout, length, inside=True, added=False)
+    layout = draw_padding(draw, layout, length, inside=not task.vocabulary, added=False)
     ((padded,),) = lay_out_group(batch, task, layout)
     return padded
 
