@@ -224,8 +224,10 @@ def test_groups_of_a_second_epoch() -> None:
 
 
 def test_a_loader_without_batches() -> None:
+    dataset: Any = [1, 2]
+    loader = DataLoader(dataset, batch_size=3, drop_last=True)
     with pytest.warns(UserWarning, match="drop_last=True leaves out"):
-        groups = ps.group(DataLoader([1, 2], batch_size=3, drop_last=True), 1)  # type: ignore[arg-type]
+        groups = ps.group(loader, 1)
     assert [*groups] == []
 
 

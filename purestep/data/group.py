@@ -55,6 +55,7 @@ def group(
 
     Returns an iterator of lists, which reads ``k`` microbatches at a time. Raises ``ValueError``
     unless ``k`` is a whole number from 1 on, and for a negative ``start``, or another ``last``.
+    Warns of a ``DataLoader`` without batches.
 
     Args:
         batches: the microbatches, in order.
@@ -144,8 +145,7 @@ class Groups(Iterator[list[Microbatch]]):
 
         A last group that is short is returned, left out, or raises ``DataExhausted``, as ``last``
         says. If the source raises within a group, the next call goes on with the batches read so
-        far. Warns at the end if there was no group, unless ``start`` skipped batches or the source
-        is an empty list.
+        far.
         """
         while self._num_to_skip:
             next(self._batches, None)
