@@ -3,8 +3,6 @@
 import os
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch import Tensor
 import purestep as ps
 from purestep import checkpoint, tree
 from support.devices import get_device
+from support.programs import run_program
 from tests.checkpoint_states import (
     UNSUPPORTED_DTYPES,
     assert_same_bits,
@@ -466,14 +465,9 @@ def test_programs_that_save_in_one_folder(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_killed_again_and_again_it_ends_in_the_same_bits(tmp_path: Path) -> None:
     """Tests T16 with processes: SIGKILL of one or all at random, also while they save."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.killed_training", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    command = ["-m", "tests.killed_training", str(tmp_path)]
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    run = run_program(command, ROOT, variables, timeout=200)
     assert run.returncode == 0, run.stderr
     report = r"killed 8 times, (\d+) of them in the middle .* same bits\n"
     match = re.fullmatch(report, run.stdout)

@@ -2,10 +2,8 @@
 
 import io
 import json
-import os
 import re
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import purestep as ps
 from purestep.testing.accepting import PartVerdict, read_accepted, write_accepted
 from purestep.testing.html_report import render_report
 from purestep.testing.progress import CLEAR, Progress
+from support.programs import run_program
 from tests.judged_programs import MEAN_OF_MEANS
 
 ROOT = Path(__file__).parent.parent
@@ -24,14 +23,8 @@ COMMAND = ["mine:trainer", "--laws", "T1,T3", "--cases", "40"]
 
 def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the command line in a folder, with pipes for its output."""
-    return subprocess.run(
-        [sys.executable, "-m", "purestep.testing", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["-m", "purestep.testing", *arguments]
+    return run_program(command, folder, {"PYTHONPATH": str(ROOT)})
 
 
 def test_failures_of_today_are_written_and_accepted(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import purestep as ps
 from purestep.examples import docstrings, huggingface
+from support.programs import Command, Program
 
 ROOT = Path(__file__).parent.parent
 FEW_STEPS = ["--steps", "12", "--examples", "4"]
@@ -65,14 +65,9 @@ class Run:
         folder.mkdir(exist_ok=True)
         self._stdout = folder / "stdout"
         self._stderr = folder / "stderr"
-        with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdout=stdout,
-                stderr=stderr,
-                env=os.environ | LOOPBACK | environment,
-                cwd=ROOT,
-            )
+        variables = os.environ | LOOPBACK | environment
+        command = Command(arguments, ROOT, variables, self._stdout, self._stderr)
+        self.process = Program(command)
 
     @property
     def stdout(self) -> str:
@@ -125,7 +120,7 @@ def running(folder: Path, *arguments: str, **environment: str) -> Iterator[Run]:
         with suppress(subprocess.TimeoutExpired):
             run.process.wait(timeout=40)
         run.process.kill()
-        run.process.wait()
+        run.process.wait(timeout=PATIENCE)
 
 
 @contextmanager

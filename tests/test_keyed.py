@@ -5,8 +5,6 @@ Also what a recomputation draws, and which modules are refused.
 
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import purestep as ps
 from purestep.nn.attention import compute_attention
 from purestep.random import bernoulli, fold_in, key as make_key, split, with_keys
+from support.programs import run_program
 from support.strategies import assert_same
 from support.torch_private import attention_in_steps
 from tests.model_families import (
@@ -316,8 +315,8 @@ def test_attention_of_a_pickled_module_whose_first_call_is_traced(
     layer = nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True)
     path = tmp_path / "layer"
     path.write_bytes(pickle.dumps(ps.from_module(layer)))
-    command = [sys.executable, "-c", TRACE_FIRST, str(path)]
-    subprocess.run(command, check=True, timeout=120)
+    run = run_program(["-c", TRACE_FIRST, str(path)], tmp_path)
+    assert run.returncode == 0, run.stderr
 
 
 def test_attention_that_drops_nothing_is_torchs() -> None:

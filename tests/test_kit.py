@@ -9,7 +9,6 @@ import math
 import os
 import random
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -42,6 +41,7 @@ from purestep.testing.processes import World
 from purestep.testing.watch import Watch
 from purestep.testing.writing import KINDS, microbatches
 from support.plain_loop import PlainLoop
+from support.programs import run_program
 from tests.judged_programs import MEAN_OF_MEANS
 
 Batch = dict[str, Tensor]
@@ -841,14 +841,8 @@ def test_the_command_line_in_an_empty_folder(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = [sys.executable, "-m", "purestep.testing", *LAWS_OF_MINE]
-    failed = subprocess.run(
-        [*command, "--json", "found.json"],
-        cwd=folder_of_mine,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["-m", "purestep.testing", *LAWS_OF_MINE, "--json", "found.json"]
+    failed = run_program(command, folder_of_mine)
     assert failed.returncode == 1, failed.stderr
     assert re.search(r"^T1 equal tokens +cut +holds: in 10 cases", failed.stdout, re.M)
     assert re.search(r"^T1 unequal rows +cut +wrong: ", failed.stdout, re.M)
