@@ -17,6 +17,7 @@ from benchmarks.mistakes.edits import (
     ZERO_GRAD,
     after_update,
     at_start,
+    before_step,
     divide_by,
     replace,
     step_only_if,
@@ -95,6 +96,17 @@ MISTAKES = [
         replace(
             REDUCE, "whole = torch.nan_to_num(torch.stack(grads).sum(0), 0.0, 0.0, 0.0)"
         ),
+    ),
+    Mistake(
+        "a parameter whose gradient is finite is stepped, where another's is not",
+        [
+            (IF_STEP, "if total > 0:"),
+            *before_step(
+                f"[setattr(p, 'grad', None) for p in {OWN_PARAMS} if not p.grad.isfinite().all()]"
+            ),
+        ],
+        law="T7",
+        required=True,
     ),
     Mistake(
         "each rank skips by its own gradients",

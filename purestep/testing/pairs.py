@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
+
 from purestep.testing.case import Act, Case, Run
 from purestep.testing.draws import Draw
 from purestep.testing.history import (
@@ -291,7 +293,7 @@ def draw_interrupted(
     """Draws a case: updates, and the same ones with an interruption that makes no difference.
 
     The interruption is ``act``. If that is None, it is an update without tokens. For a trainer with
-    ``skips_nonfinite`` it may also be one with a target "y" that is not finite. It comes once or
+    ``skips_nonfinite`` it may also be one with gradients that are not finite. It comes once or
     twice: before, between or after the updates. If ``dropout`` is above 0, a drawn model has it,
     and batches have "key".
 
@@ -311,7 +313,8 @@ def draw_interrupted(
     elif act == "save":
         interruption = _Interruption(act, "saved")
     elif can_skip and draw.one([False, True]):
-        interruption = _draw_nonfinite_update(draw, batch, size)
+        spoilt = _draw_nonfinite_batch(draw, capabilities, batch)
+        interruption = _draw_nonfinite_update(draw, batch, spoilt, size)
     else:
         interruption = _draw_empty_update(draw, capabilities, batch, size)
     end = len(updates)
@@ -339,18 +342,36 @@ def draw_interrupted(
     )
 
 
-def _draw_nonfinite_update(draw: Draw, batch: Batch, size: int) -> _Interruption:
-    """Draws an update that a trainer has to skip, with a bad target on one rank.
+def _draw_nonfinite_batch(
+    draw: Draw, capabilities: Capabilities, batch: Batch
+) -> Batch:
+    """Draws a microbatch of which gradients are not finite, by one token that counts.
 
-    Each rank has ``batch`` once or twice. On one rank, one target that counts is NaN or infinite,
-    in the first of them or in the last.
+    Its target is NaN or infinite, and so are all gradients. Or it is finite, but so large that the
+    gradient of the first weight overflows, where that of the bias does not.
     """
+    token = tuple(batch["w"].nonzero()[0])
     targets = batch["y"].clone()
+    inputs = batch["x"].clone()
+    bad_targets = [math.nan, math.inf]
+    if not capabilities.is_coarse:
+        # A trainer in bfloat16 may add in float32, where this does not overflow.
+        bad_targets.append(torch.finfo(targets.dtype).max / 4)
+    bad_target = draw.one(bad_targets)
+    targets[token] = bad_target
+    if math.isfinite(bad_target):
+        inputs[(*token, 0)] = 2.0**30
+    return {**batch, "x": inputs, "y": targets}
+
+
+def _draw_nonfinite_update(
+    draw: Draw, batch: Batch, spoilt: Batch, size: int
+) -> _Interruption:
+    """Draws an update that a trainer has to skip: ``spoilt`` is among the microbatches of one rank.
+
+    Each rank has ``batch`` once or twice; on one rank, ``spoilt`` replaces the first or the last.
+    """
     spoilt_rank = draw.one(range(size))
-    counted = batch["w"].nonzero()
-    first_token = tuple(counted[0])
-    targets[first_token] = draw.one([math.nan, math.inf])
-    spoilt = {**batch, "y": targets}
     others = draw.one([[], [batch]])
     # At the end, gradients of the microbatches before are there when the trainer skips.
     comes_last = draw.one([False, True])
@@ -358,7 +379,7 @@ def _draw_nonfinite_update(draw: Draw, batch: Batch, size: int) -> _Interruption
     for rank in range(size):
         one = spoilt if rank == spoilt_rank else batch
         group.append([*others, one] if comes_last else [one, *others])
-    label = f"with a target that is not finite on rank {spoilt_rank} of {size}"
+    label = f"with gradients that are not finite on rank {spoilt_rank} of {size}"
     return _Interruption(group, label)
 
 
