@@ -444,26 +444,6 @@ def may_draw_random(
     return bool(dropout_p != 0.0)
 
 
-def traced_container(structure: Any, children: list[Any]) -> Any:
-    """Rebuilds the container at the top of an optree structure, over these children, in a trace.
-
-    ``structure.unflatten`` fails there for a dict without tensors: it calls a function of optree's
-    that expects other metadata than a traced structure has.
-    """
-    if structure.type is not dict:
-        return structure._unflatten_func(structure._metadata, children)
-    unsorted_keys, _ = structure._metadata
-    container = dict.fromkeys(unsorted_keys)
-    for key, child in zip(structure.entries(), children, strict=True):
-        container[key] = child
-    return container
-
-
-def traced_metadata(structure: Any) -> Any:
-    """Returns the metadata of the node at the top of an optree structure, in a trace."""
-    return structure._metadata
-
-
 def call_forward_of_object(attributes: dict[str, Any]) -> None:
     """Makes torch 2.11's compiler call a module's ``forward`` that is among its attributes.
 

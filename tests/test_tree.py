@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from purestep import tree
+from purestep import LocalAxis, Shard, tree
 from purestep.tree.norms import SMALL_LEAF
 from purestep.tree.ops import format_leaf as describe_leaf
+from purestep.tree.traced import flatten_traced, unflatten_traced
 from purestep.tree.tracing import concrete
 from support.torch_private import FakeTensorMode
 
@@ -104,6 +105,51 @@ def test_structures_are_compared_alike_in_a_trace(
         is_same = torch.compile(is_same, backend="eager", fullgraph=True)
     expected = (one, other) in LIKE
     assert is_same(tensors(one), tensors(other)) == expected
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+CONTAINERS: list[Any] = [
+    1,
+    None,
+    {},
+    {"b": 1, "a": [2, (3, None)]},
+    {2: "x", 1: {"d": [], "c": ()}},
+    OrderedDict(b=1, a={"z": 2, "y": 3}),
+    defaultdict(list, b=1, a=2),
+    Pair({"b": 1, "a": 2}, Pair(3, ())),
+    [Shard(torch.ones(2), LocalAxis(), (2,)), {"w": torch.zeros(1)}],
+]
+
+
+@pytest.mark.parametrize("example", CONTAINERS, ids=repr)
+def test_a_trace_flattens_as_optree_does(example: Any) -> None:
+    """The same leaves in the same order, and the same tree of others, with the order of keys."""
+    leaves, spec = flatten_traced(example, None)
+    expected, optree_spec = tree.flatten(example)
+    assert len(leaves) == len(expected) == spec.num_leaves
+    assert all(leaf is other for leaf, other in zip(leaves, expected, strict=True))
+    assert spec.num_children == optree_spec.num_children
+    assert tree.shard_specs(spec) == tree.shard_specs(optree_spec)
+
+    others = [f"leaf {i}" for i in range(len(leaves))]
+    rebuilt = unflatten_traced(spec, others)
+    assert repr(rebuilt) == repr(tree.unflatten(optree_spec, others))
+    with pytest.raises(ValueError, match=r"leaves for a tree of"):
+        unflatten_traced(spec, [*others, "one more"])
+
+
+def test_a_trace_asks_what_is_a_leaf() -> None:
+    example = {"b": Pair(1, 2), "a": [3]}
+
+    def is_pair(node: Any) -> bool:
+        return isinstance(node, Pair)
+
+    leaves, _ = flatten_traced(example, is_pair)
+    assert leaves == tree.flatten(example, is_pair)[0] == [3, Pair(1, 2)]
 
 
 @pytest.mark.parametrize(

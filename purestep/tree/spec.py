@@ -11,8 +11,13 @@ from typing import Any, TypeAlias
 import optree
 import torch
 
-from purestep import torch_private
 from purestep.tree.shard import NAMESPACE, Shard, ShardSpec, ShardSpecs
+from purestep.tree.traced import (
+    TracedSpec,
+    build_container,
+    flatten_traced,
+    unflatten_traced,
+)
 from purestep.types import Tree
 
 TreeSpec: TypeAlias = Any
@@ -30,6 +35,8 @@ def flatten(
     >>> flatten({"b": 2, "a": [1]})[0]
     [1, 2]
     """
+    if torch.compiler.is_dynamo_compiling():
+        return flatten_traced(tree, is_leaf)
     return optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
 
 
@@ -41,41 +48,37 @@ def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Tree:
     >>> unflatten(flatten({"b": 2, "a": [1]})[1], [3, 4])
     {'b': 4, 'a': [3]}
     """
-    is_traced = torch.compiler.is_dynamo_compiling()
-    # A compiler takes a dict without tensors for one of optree's own.
-    if is_traced and not any(builtins.map(torch.is_tensor, leaves)):
-        return _rebuild(spec, iter(leaves))
+    if isinstance(spec, TracedSpec):
+        return unflatten_traced(spec, leaves)
     return optree.tree_unflatten(spec, leaves)
 
 
-def _rebuild(spec: TreeSpec, leaves: Iterator[Any], *, pruned: bool = False) -> Tree:
+def _build_pruned(spec: TreeSpec, leaves: Iterator[Any]) -> Tree:
     """Builds a tree node by node, and takes its leaves from an iterator.
 
-    ``pruned`` makes ``()`` of each container that holds nothing, or nothing but ``()``.
+    It makes ``()`` of each container that holds nothing, or nothing but ``()``.
     """
     if spec.is_leaf():
         return next(leaves)
-    children = []
-    for child in spec.children():
-        children.append(_rebuild(child, leaves, pruned=pruned))
-    if pruned and all(builtins.map(is_empty, children)):
+    children = [_build_pruned(child, leaves) for child in spec.children()]
+    if all(builtins.map(is_empty, children)):
         return ()
-    if torch.compiler.is_dynamo_compiling():
-        return torch_private.traced_container(spec, children)
+    if isinstance(spec, TracedSpec):
+        return build_container(spec, children)
     return spec.one_level().unflatten(children)
 
 
 def shard_specs(spec: TreeSpec) -> ShardSpecs:
     """Returns how each leaf is sharded, None for a leaf that is not; ``()`` if none is."""
-    if hasattr(spec, "walk"):
-        # A spec has the namespace only if one of its nodes is registered there, as ``Shard`` is. A
-        # step asks several times, so the usual answer, that there is none, is fast.
-        if not spec.namespace:
-            return ()
+    if isinstance(spec, TracedSpec):
+        specs = _traced_shard_specs(spec)
+    elif spec.namespace:
         unsharded: list[list[None]] = [[None]] * spec.num_leaves
         specs = spec.walk(unsharded, _collect_shard_specs)
     else:
-        specs = _traced_shard_specs(spec)  # A TreeSpec of dynamo's has no ``walk``.
+        # A spec has the namespace only if one of its nodes is registered there, as ``Shard`` is. A
+        # step asks several times, so the usual answer, that there is none, is fast.
+        return ()
     if not any(specs):
         return ()
     return tuple(specs)
@@ -92,13 +95,12 @@ def _collect_shard_specs(
     return [inner.within(metadata) if inner else metadata for inner in specs]
 
 
-def _traced_shard_specs(spec: TreeSpec) -> list[ShardSpec | None]:
-    """Returns how each leaf of a spec is sharded, None for others, in a compiler's trace."""
+def _traced_shard_specs(spec: TracedSpec) -> list[ShardSpec | None]:
+    """Returns how each leaf of a spec is sharded, None for others."""
     if spec.is_leaf():
         return [None]
-    metadata = torch_private.traced_metadata(spec)
-    children = [_traced_shard_specs(child) for child in spec.children()]
-    return _collect_shard_specs(spec.type, metadata, children)
+    children = [_traced_shard_specs(child) for child in spec.nodes]
+    return _collect_shard_specs(spec.type, spec.metadata, children)
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -186,21 +188,14 @@ def is_same_spec(one: TreeSpec, other: TreeSpec) -> bool:
     >>> is_same_spec(flatten([1])[1], flatten((1,))[1])
     False
     """
-    if not torch.compiler.is_dynamo_compiling():
+    if not isinstance(one, TracedSpec):
         return bool(one == other)
-    # In a trace a spec is a dataclass of torch's. torch 2.11 compares none of these, and torch 2.13
-    # on Python 3.13 none of a dict ("Missing richcompare_impl override"). Where it does compare,
-    # {"a": 1, "b": 2} differs from {"b": 2, "a": 1}, which optree, sorting keys, calls equal.
-    if one.type is not other.type:
-        return False
-    if one.entries() != other.entries():
+    if one.type is not other.type or one.names != other.names:
         return False
     # A dict's metadata is the order of its keys.
-    if one.type is not dict:
-        metadata = torch_private.traced_metadata(one)
-        if metadata != torch_private.traced_metadata(other):
-            return False
-    return all(builtins.map(is_same_spec, one.children(), other.children()))
+    if one.type is not dict and one.metadata != other.metadata:
+        return False
+    return all(builtins.map(is_same_spec, one.nodes, other.nodes))
 
 
 def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
@@ -266,7 +261,7 @@ def subset(spec: TreeSpec, leaves: Sequence[Any], positions: Set[int]) -> Tree:
     selected: list[Any] = [()] * spec.num_leaves
     for position in positions:
         selected[position] = leaves[position]
-    return _rebuild(spec, iter(selected), pruned=True)
+    return _build_pruned(spec, iter(selected))
 
 
 def mappings_to_dicts(tree: Tree) -> Tree:

@@ -1,0 +1,115 @@
+"""Flattens trees while a compiler traces.
+
+There, a call of optree is traced as Python: 400 instructions for each leaf, most of which look up
+that a tensor is a leaf, and make a spec of it. These functions take 30.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from purestep.tree.shard import NAMESPACE
+from purestep.types import Tree
+
+
+class TracedSpec(NamedTuple):
+    """Holds the containers of a tree without its leaves, as an ``optree.PyTreeSpec`` does.
+
+    Args:
+        type: the class of the node; None for a leaf.
+        metadata: what the class needs to build a node; of a dict its keys, in their own order.
+        names: the entries of the children.
+        nodes: the specs of the children.
+        build_node: ``build_node(metadata, children)`` makes the node again, but for a dict.
+        num_leaves: in the whole tree below.
+    """
+
+    type: Any
+    metadata: Any
+    names: tuple[Any, ...]
+    nodes: tuple[TracedSpec, ...]
+    build_node: Any
+    num_leaves: int
+
+    @property
+    def num_children(self) -> int:
+        return len(self.nodes)
+
+    def is_leaf(self) -> bool:
+        return self.type is None
+
+    def entries(self) -> list[Any]:
+        """Returns the keys, indices or fields of the children."""
+        return list(self.names)
+
+    def children(self) -> list[TracedSpec]:
+        """Returns the specs of the children."""
+        return list(self.nodes)
+
+    def child(self, index: int) -> TracedSpec:
+        """Returns the spec of one child."""
+        return self.nodes[index]
+
+
+LEAF = TracedSpec(None, None, (), (), None, 1)
+
+
+def flatten_traced(
+    tree: Tree, is_leaf: Callable[..., bool] | None
+) -> tuple[list[Any], TracedSpec]:
+    """Returns the leaves of a tree, in the order of optree's, and its containers."""
+    leaves: list[Any] = []
+    spec = _flatten_node(tree, is_leaf, leaves)
+    return leaves, spec
+
+
+def _flatten_node(
+    node: Tree, is_leaf: Callable[..., bool] | None, leaves: list[Any]
+) -> TracedSpec:
+    """Returns the containers of a node, and appends its leaves to ``leaves``."""
+    if isinstance(node, torch.Tensor) or optree.tree_is_leaf(
+        node, is_leaf, namespace=NAMESPACE
+    ):
+        leaves.append(node)
+        return LEAF
+    children, metadata, entries, build_node = optree.tree_flatten_one_level(
+        node, is_leaf, namespace=NAMESPACE
+    )
+    if type(node) is dict:
+        # Instead of optree's metadata, which another function makes in a trace than reads it.
+        metadata = tuple(node)
+    num_leaves_before = len(leaves)
+    nodes = tuple([_flatten_node(child, is_leaf, leaves) for child in children])
+    num_leaves = len(leaves) - num_leaves_before
+    return TracedSpec(
+        type(node), metadata, tuple(entries), nodes, build_node, num_leaves
+    )
+
+
+def unflatten_traced(spec: TracedSpec, leaves: Sequence[Any]) -> Tree:
+    """Builds a tree from its containers and leaves; raises ValueError for another number."""
+    if len(leaves) != spec.num_leaves:
+        raise ValueError(
+            f"{len(leaves)} leaves for a tree of {spec.num_leaves}: pass a value for each leaf"
+        )
+    return _build(spec, iter(leaves))
+
+
+def _build(spec: TracedSpec, leaves: Iterator[Any]) -> Tree:
+    if spec.is_leaf():
+        return next(leaves)
+    return build_container(spec, [_build(child, leaves) for child in spec.nodes])
+
+
+def build_container(spec: TracedSpec, children: Sequence[Any]) -> Any:
+    """Builds the node at the top of a spec over these children; a dict keeps the order of keys."""
+    if spec.type is not dict:
+        return spec.build_node(spec.metadata, children)
+    container = dict.fromkeys(spec.metadata)
+    for key, child in zip(spec.names, children, strict=True):
+        container[key] = child
+    return container
