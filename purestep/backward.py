@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from purestep import tree, validation
+from purestep import hints, tree, validation
 from purestep.axis import Axis, LocalAxis
 from purestep.compiling import Compiler
 from purestep.counts import label_weights
@@ -48,6 +48,7 @@ class ModuleLoss(Protocol):
     ) -> Tensor | LossOutput: ...
 
 
+@hints.explain_keywords
 def make_backward(
     model: nn.Module,
     loss_fn: ModuleLoss,

@@ -109,9 +109,46 @@ def with_weights(
         if not isinstance(microbatches, list | tuple):
             microbatches = [*microbatches]  # A second iteration might make others.
         weights = []
-        for microbatch in microbatches:
-            weights.append(compute_weights(weight_fn, microbatch))
+        try:
+            for microbatch in microbatches:
+                weights.append(compute_weights(weight_fn, microbatch))
+        except Exception as error:
+            note_single_batch(error, microbatches)
+            raise
     return WeightedMicrobatches(microbatches, weights, sum_weights(weights))
+
+
+def describe_microbatch(microbatch: Microbatch) -> str:
+    """Describes a microbatch for an error: its keys, its length, or a tensor's dtype and shape.
+
+    >>> describe_microbatch({"x": 1}), describe_microbatch(torch.ones(2))
+    ("a mapping with ['x']", 'a tensor, torch.float32 of shape (2,)')
+    """
+    if isinstance(microbatch, Mapping):
+        return f"a mapping with {[*microbatch]}"
+    if isinstance(microbatch, Tensor):
+        return f"a tensor, {tree.format_leaf(microbatch)}"
+    if isinstance(microbatch, list | tuple):
+        return f"a {type(microbatch).__name__} of {len(microbatch)}"
+    return f"of type {type(microbatch).__name__}"
+
+
+def note_single_batch(error: Exception, microbatches: Sequence[Microbatch]) -> None:
+    """Adds a note to an error if the group looks like one batch, as ``(x, y)`` of a loader.
+
+    It does if its members are tensors of one length, whose dtypes or dimensions differ.
+    """
+    if not isinstance(microbatches, list | tuple):
+        return
+    if not all(isinstance(x, Tensor) and x.ndim for x in microbatches):
+        return
+    lengths = {len(x) for x in microbatches}
+    formats = {(x.dtype, x.ndim) for x in microbatches}
+    if len(lengths) == 1 and len(formats) > 1:
+        error.add_note(
+            "microbatches looks like one batch, as (x, y) of a DataLoader: pass [batch], or one "
+            "group at a time of ps.group(loader, k)"
+        )
 
 
 def compute_stacked_weights(weight_fn: WeightFn, microbatches: Stacked) -> Stacked:
@@ -158,7 +195,10 @@ def compute_weights(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
     try:
         weights = weight_fn(microbatch)
     except Exception as error:
-        error.add_note("raised in weight_fn, which is called as weight_fn(microbatch)")
+        error.add_note(
+            "raised in weight_fn, which is called as weight_fn(microbatch): this microbatch is "
+            f"{describe_microbatch(microbatch)}"
+        )
         raise
     if weight_fn is label_weights and type(weights) is Tensor:
         return weights  # New bools at each call.

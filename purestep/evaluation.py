@@ -38,6 +38,7 @@ T = TypeVar("T")
 _MISSING: Any = object()
 
 
+@hints.explain_keywords
 def make_eval_step(
     loss_fn: LossFn,
     *,
@@ -156,15 +157,18 @@ def _forward_group(
             raise validation.wrong_length_error(group.microbatches, "fewer")
         data, is_recorded = detach_data(microbatch, is_recorded)
         with profiler_range("purestep.microbatch"):
-            weighted = _detach_unless_transformed(
-                forward_microbatch(loss_fn, params, data, weights, divisors)
-            )
+            try:
+                output = forward_microbatch(loss_fn, params, data, weights, divisors)
+            except Exception as error:
+                hints.explain_loss_error(error, "params", params, data)
+                raise
+            weighted = _detach_unless_transformed(output)
             losses.append(weighted_sum(weighted.terms, weighted.cotangents))
         if group.counts is None:
             used_weights.append(weighted.weights)
         if not tree.is_empty(weighted.aux):
             aux = add_aux(aux, weighted.aux)
-        del microbatch, data, weights, weighted
+        del microbatch, data, weights, weighted, output
     if next(microbatches, _MISSING) is not _MISSING:
         raise validation.wrong_length_error(group.microbatches, "more")
     counts = group.counts or sum_weights(used_weights)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.counts import IGNORE_INDEX
+from purestep.counts import IGNORE_INDEX, describe_microbatch, note_single_batch
 from purestep.types import Microbatch, OptState, Params
 
 _NOTES = {
@@ -27,6 +28,10 @@ _NOTES = {
     r"Target -?\d+ is out of bounds": (
         "labels are class numbers, from 0 to the number of logits less 1: mark a token that does "
         f"not count by {IGNORE_INDEX}, as labels.masked_fill(labels == -1, {IGNORE_INDEX}) does"
+    ),
+    r"'Shard'|not Shard": (
+        'with gather="loss", the loss sees each ps.Shard as it is: call ps.unshard(params) in '
+        'loss_fn, or pass gather="step" to the step'
     ),
     r"a leaf Variable that requires grad is being used in an in-place operation": (
         "loss_fn writes to params in place: compute a new tensor, and pass it on in a new tree, as "
@@ -45,6 +50,62 @@ MAX_NAMES = 8
 """How many names of params an error lists."""
 
 
+_KEYWORDS = {
+    r"accum\w*_(steps|batches)$|accumulation$|num_microbatches": (
+        "an update accumulates over as many microbatches as the group has: pass ps.split(batch, "
+        "k), or take groups of ps.group(loader, k)"
+    ),
+    r"max_grad_norm|clip": (
+        "the optimizer clips: ps.optim.chain(ps.optim.clip_by_global_norm(1.0), optimizer). With "
+        "ps.make_backward, clip after backward(microbatches)"
+    ),
+    r"mesh|world_size|process_group|^(local_)?rank$": (
+        'ranks are named by axis=ps.MeshAxis(mesh, "dp")'
+    ),
+    r"sched|^lr$|learning_rate|warmup": (
+        "the optimizer takes the rate: pass a schedule as its learning rate"
+    ),
+    r"precision|autocast|^amp|scaler|^dtype$": (
+        "loss_fn opens torch.autocast, and accum_dtype= is the dtype of the sums"
+    ),
+    r"^(model|module)$": (
+        "loss_fn calls the module: take params, apply = ps.from_module(module)"
+    ),
+}
+"""What stands here for arguments of trainers, by a pattern of their names."""
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def explain_keywords(make: FunctionT) -> FunctionT:
+    """Wraps a function to add a note to the error for a keyword that other trainers take.
+
+    >>> try:
+    ...     explain_keywords(lambda loss_fn: loss_fn)(grad_accum_steps=4)
+    ... except TypeError as error:
+    ...     print(error.__notes__[0][:45])
+    an update accumulates over as many microbatch
+    """
+    name = getattr(make, "__qualname__", "")
+
+    @wraps(make)
+    def make_or_explain(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return make(*args, **kwargs)
+        except TypeError as error:
+            keyword = re.search(
+                rf"^{re.escape(name)}\(\).*unexpected keyword argument '(\w+)'",
+                str(error),
+            )
+            for pattern, note in _KEYWORDS.items():
+                if keyword and re.search(pattern, keyword[1]):
+                    error.add_note(note)
+                    break
+            raise
+
+    return cast("FunctionT", make_or_explain)
+
+
 @contextmanager
 def annotate_loss_errors(
     first: str, params: Params, microbatch: Microbatch
@@ -59,19 +120,27 @@ def annotate_loss_errors(
     try:
         yield
     except Exception as error:
-        error.add_note(
-            f"raised in loss_fn, which is called as loss_fn({first}, microbatch): {first} first, "
-            "and a microbatch of the group second"
-        )
-        text = str(error)
-        notes = [note for pattern, note in _NOTES.items() if re.search(pattern, text)]
-        if isinstance(error, KeyError):
-            notes += _list_names(error, params, microbatch)
-        if _MIXED.search(text):
-            notes += _describe_mixed(params, microbatch)
-        for note in notes:
-            error.add_note(note)
+        explain_loss_error(error, first, params, microbatch)
         raise
+
+
+def explain_loss_error(
+    error: Exception, first: str, params: Params, microbatch: Microbatch
+) -> None:
+    """Adds the notes of ``annotate_loss_errors`` to an error that a loss has raised."""
+    error.add_note(
+        f"raised in loss_fn, which is called as loss_fn({first}, microbatch): {first} first, "
+        "and a microbatch of the group second. This microbatch is "
+        f"{describe_microbatch(microbatch)}"
+    )
+    text = str(error)
+    notes = [note for pattern, note in _NOTES.items() if re.search(pattern, text)]
+    if isinstance(error, KeyError):
+        notes += _list_names(error, params, microbatch)
+    if _MIXED.search(text):
+        notes += _describe_mixed(params, microbatch)
+    for note in notes:
+        error.add_note(note)
 
 
 def _list_names(error: KeyError, params: Params, microbatch: Microbatch) -> list[str]:
@@ -127,6 +196,16 @@ def _describe_mixed(params: Params, microbatch: Microbatch) -> list[str]:
                 f".to({like.dtype})"
             ]
     return []
+
+
+@contextmanager
+def annotate_single_batch(microbatches: Sequence[Microbatch]) -> Iterator[None]:
+    """Adds a note to an error of this context if the group looks like one batch, and raises it."""
+    try:
+        yield
+    except Exception as error:
+        note_single_batch(error, microbatches)
+        raise
 
 
 @contextmanager

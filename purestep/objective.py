@@ -213,7 +213,9 @@ def match_weights(terms: LossOutput, counted: Tensor | None) -> Tensor:
         weights = validate_weights(terms.weights)
     if weights is None:
         raise ValueError(
-            "weight_fn=None needs a loss_fn that returns LossOutput(losses, weights=)"
+            "weight_fn=None needs a loss_fn that returns LossOutput(losses, weights=). To count "
+            'every token alike, pass weight_fn=lambda m: torch.ones_like(m["y"]), one weight for '
+            "each loss"
         )
     if terms.losses.is_nested or weights.is_nested:
         which = "losses" if terms.losses.is_nested else "weights"

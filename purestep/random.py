@@ -97,6 +97,11 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
         raise TypeError(
             f"fold_in: data is {tree.format_leaf(data)}, and must be whole numbers"
         )
+    if not hasattr(data, "__index__"):
+        raise TypeError(
+            f"fold_in takes a whole number, or a tensor of them, got {data!r}: number the layers, "
+            "calls or streams, as fold_in(key, 0)"
+        )
     return cast(_K, _make_key(key, data, _FOLD))
 
 
@@ -282,10 +287,18 @@ def with_keys(
             )
     if not keyed:
         return []
+    _check_keys(key)
     if identity is None:
         numbers = torch.arange(start, start + len(keyed), device=key.device)
     else:
-        identities = [torch.as_tensor(example[identity]) for example in keyed]
+        identities = []
+        for i, example in enumerate(keyed):
+            if isinstance(example[identity], str):
+                raise TypeError(
+                    f"with_keys: examples[{i}][{identity!r}] is {example[identity]!r}, no whole "
+                    "number: number the examples in the data, or pass identity=None"
+                )
+            identities.append(torch.as_tensor(example[identity]))
         numbers = torch.stack(identities).to(key.device)
     if numbers.ndim != 1:
         raise ValueError(

@@ -85,6 +85,7 @@ class SeenParams(NamedTuple):
     launches: KnownLaunches
 
 
+@hints.explain_keywords
 def make_update_step(
     loss_fn: LossFn[ParamsT],
     optimizer: Optimizer[StateT],

@@ -148,6 +148,17 @@ class GradSums(NamedTuple):
     aux: Tree
 
 
+def _read_field(metrics: Any, index: Any) -> Any:
+    """Returns an item of a tuple; raises ``TypeError`` for a text, with the names of the fields."""
+    if isinstance(index, str):
+        fields = metrics._fields
+        text = f"metrics have no {index!r}"
+        if index in fields:
+            text = f"metrics are a NamedTuple: write metrics.{index}"
+        raise TypeError(f"{text}; the fields are {', '.join(fields)}")
+    return tuple.__getitem__(metrics, index)
+
+
 class StepMetrics(NamedTuple):
     """Holds the figures of one update: scalars and aux, global over ranks, the same on each.
 
@@ -179,6 +190,10 @@ class StepMetrics(NamedTuple):
     applied: Tensor
     aux: Tree
 
+    def __getitem__(self, index: Any) -> Any:
+        """Returns a field by its number; a name raises ``TypeError``, which lists the fields."""
+        return _read_field(self, index)
+
 
 class EvalMetrics(NamedTuple):
     """Holds the figures of one evaluation: the fields of ``StepMetrics`` that need no gradient.
@@ -195,6 +210,10 @@ class EvalMetrics(NamedTuple):
     num_tokens: Tensor
     num_microbatches: Tensor
     aux: Tree
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns a field by its number; a name raises ``TypeError``, which lists the fields."""
+        return _read_field(self, index)
 
 
 class UpdateStep(Protocol[ParamsT, StateT]):

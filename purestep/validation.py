@@ -6,6 +6,7 @@ Cheap checks run at every step. Others run at the first update with params of a 
 * Does the loss write to params? Does a checkpoint recompute with other ones?
 """
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -67,8 +68,10 @@ def check_normalize(
     """
     if weight_fn is None and normalize == "loss":
         raise ValueError(
-            'weight_fn=None means that the forward pass brings the weights, but normalize="loss" '
-            'counts them before it: pass normalize="grads", or a weight_fn'
+            "weight_fn=None means that loss_fn returns the weights. To count every token alike, "
+            'pass weight_fn=lambda m: torch.ones_like(m["y"]), one weight for each loss. If only '
+            "the forward pass has the weights, return LossOutput(losses, weights=), and pass "
+            'normalize="grads"'
         )
     if accum_dtype is not None and accum_dtype not in tree.FLOAT_DTYPES:
         choices = ", ".join(str(dtype) for dtype in tree.FLOAT_DTYPES)
@@ -219,6 +222,18 @@ def no_dependence_error() -> ValueError:
 
 def _raise_not_a_param(path: str, leaf: Any) -> NoReturn:
     actual = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+    if isinstance(leaf, Tensor) and leaf.is_complex():
+        raise TypeError(
+            f"{path} is {actual}: params are real floating-point tensors in bfloat16 or wider. "
+            "Write it as two real parts, by torch.view_as_real, and back in loss_fn by "
+            "torch.view_as_complex"
+        )
+    if isinstance(leaf, Tensor) and not leaf.is_floating_point():
+        raise TypeError(
+            f"{path} is {actual}: params are floating-point tensors in bfloat16 or wider. Make it "
+            f"one before optimizer.init, as by {path}.float(), or keep it in the microbatch if it "
+            "does not train"
+        )
     raise TypeError(
         f"{path} is {actual}: params are dense tensors in bfloat16 or wider, in containers that "
         "optree knows. Cast inside loss_fn, keep other data in the microbatch or close over it, "
@@ -358,21 +373,66 @@ def reachable_leaves(terms: Sequence[Tensor]) -> list[Tensor]:
     >>> reachable_leaves([3 * w])[0] is w
     True
     """
-    nodes = [term.grad_fn for term in terms]
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [parent for parent, _ in node.next_functions]
+    nodes = _nodes_of(terms)
+    for node in nodes:
         if node.name() == "CheckpointFunctionBackward":
             raise ValueError(
                 "loss_fn runs a reentrant checkpoint, in which a step sees no gradients: pass "
                 "use_reentrant=False, or to models of transformers "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}'
             )
-    return [node.variable for node in seen if hasattr(node, "variable")]
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+def _nodes_of(terms: Sequence[Tensor]) -> set[Any]:
+    """Returns all nodes in the graphs of these terms."""
+    nodes = [term.grad_fn for term in terms]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [parent for parent, _ in node.next_functions]
+    return seen
+
+
+def warn_of_probabilities(terms: Sequence[Tensor]) -> None:
+    """Warns if a cross entropy reads the result of a softmax or sigmoid in these graphs.
+
+    Views, copies and casts between them are passed over. A log-softmax before a cross entropy
+    changes nothing, and does not warn.
+    """
+    for node in _nodes_of(terms):
+        if node.name() not in _READERS_OF_LOGITS:
+            continue
+        source = node.next_functions[0][0]
+        while source is not None and _PASSES_VALUES.match(source.name()):
+            source = source.next_functions[0][0]
+        squashing = None if source is None else _SQUASHING.get(source.name())
+        if squashing is not None:
+            warnings.warn(
+                "a cross entropy takes logits, but gets the result of a "
+                f"{squashing}, so the loss cannot come near 0: leave the {squashing} out of the "
+                "model, and take it where you predict",
+                stacklevel=2,
+            )
+            return
+
+
+_READERS_OF_LOGITS = {
+    "LogSoftmaxBackward0",
+    "BinaryCrossEntropyWithLogitsBackward0",
+}
+"""Nodes of autograd whose first input is logits."""
+
+_SQUASHING = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "sigmoid"}
+"""Functions that make probabilities of logits, by their nodes."""
+
+_PASSES_VALUES = re.compile(
+    "(Unsafe)?(View|ReshapeAlias|ToCopy|Clone|Transpose|T|Permute|Squeeze|Unsqueeze|Slice|Select)"
+    r"Backward\d"
+)
+"""Finds the names of nodes that neither compute nor mix values."""
 
 
 def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> None:

@@ -1,6 +1,7 @@
 """Mistakes of a first hour: each text says what is wrong, and how to go on."""
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import purestep as ps
@@ -21,6 +23,10 @@ LOGITS: Any = SimpleNamespace(logits=torch.ones(1, 2))
 HIDDEN: Any = SimpleNamespace(last_hidden_state=torch.ones(1, 2))
 LABELS = torch.ones(1).long()
 PS: Any = ps
+ADAMW: Any = ps.optim.adamw(0.1)
+RATIO: Any = 0.1
+FRACTION: Any = 62.5
+SCHEDULE = ps.optim.linear_schedule(0.0, 1.0, 4)
 
 
 def step_on(loss: Any) -> Any:
@@ -96,6 +102,67 @@ def pad_labels_by_minus_one() -> None:
 
 def normalize_in_place() -> None:
     step_on(lambda p, m: p["w"].div_(2) * m["x"])
+
+
+def classify(logits: Tensor, labels: Tensor) -> Tensor:
+    return ps.losses.cross_entropy(logits, labels)
+
+
+def average(losses: Any = loss_fn, **settings: Any) -> Any:
+    """Runs one update with these settings of a step."""
+    step = PS.make_update_step(losses, SGD, **settings)
+    return step(PARAMS, STATE, [MICROBATCH])
+
+
+def pass_a_batch_as_group(fails_in_loss: bool = False) -> None:
+    """Takes a batch (x, y) of a loader for a group of two microbatches."""
+
+    def loss(p: Any, m: Any) -> Tensor:
+        x, y = m
+        return p["w"] * x[:, 0] - y
+
+    wrong: Any = lambda m: torch.ones(len(m[1]))  # noqa: E731
+    step = ps.make_update_step(
+        loss, SGD, weight_fn=torch.ones_like if fails_in_loss else wrong
+    )
+    step(PARAMS, STATE, (torch.ones(8, 5), torch.ones(8).long()))
+
+
+def take_integer_params() -> None:
+    w = torch.tensor([1, 2])
+    step = ps.make_update_step(lambda w, m: w * 1.0, SGD, weight_fn=weight_fn)
+    step(w, SGD.init(w), [MICROBATCH])
+
+
+def update_by_hand(params: Tensor) -> None:
+    SGD.update(params, SGD.init(params), params)
+
+
+def decay(mask: Any, optimizer: Any = ps.optim.adamw) -> None:
+    """Makes the state of an optimizer with this mask."""
+    optimizer(0.1, weight_decay=0.1, mask=mask).init(PARAMS)
+
+
+def shard_after_init() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    step = ps.make_update_step(loss_fn, ADAMW, weight_fn=weight_fn, axis=axis)
+    params = {"w": torch.ones(2)}
+    state = ADAMW.init(params)
+    axis.map(lambda m: step(ps.shard(params, axis), state, [m]))([MICROBATCH] * 2)
+
+
+def gather_in_no_loss(use: Callable[[Any], Tensor]) -> None:
+    """Runs a loss that takes a shard for a tensor."""
+    axis = ps.testing.ThreadAxis(2)
+    step = ps.make_update_step(
+        lambda p, m: use(p["w"]), SGD, weight_fn=weight_fn, axis=axis, gather="loss"
+    )
+
+    def update(m: Any) -> None:
+        params = ps.shard({"w": torch.ones(2)}, axis)
+        step(params, SGD.init(params), [m])
+
+    axis.map(update)([MICROBATCH] * 2)
 
 
 CASES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
@@ -194,6 +261,174 @@ CASES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         "list, as in a group within a group",
         lambda: PS.count_tokens([[MICROBATCH]]),
     ),
+    (
+        ValueError,
+        r"of one-hot labels take labels.argmax\(-1\); .*kl_divergence",
+        lambda: classify(torch.ones(4, 3), torch.eye(3).long()[[0, 1, 2, 0]]),
+    ),
+    (ValueError, "one logit", lambda: classify(torch.ones(4), torch.ones(4).long())),
+    (
+        ValueError,
+        r"labels.squeeze\(-1\)",
+        lambda: classify(torch.ones(4, 3), torch.ones(4, 1).long()),
+    ),
+    (
+        ValueError,
+        r"labels.argmax\(-1\)",
+        lambda: ps.losses.linear_cross_entropy(
+            torch.ones(4, 2), torch.ones(3, 2), torch.ones(4, 3).long()
+        ),
+    ),
+    (
+        ValueError,
+        r"weight_fn=lambda m: torch.ones_like",
+        lambda: average(weight_fn=None),
+    ),
+    (
+        ValueError,
+        r"weight_fn=lambda m: torch.ones_like",
+        lambda: average(weight_fn=None, normalize="grads"),
+    ),
+    (
+        TypeError,
+        r"'gradient_accumulation_steps'\n.* as many microbatches as the group has",
+        lambda: average(gradient_accumulation_steps=4),
+    ),
+    (
+        TypeError,
+        "as many microbatches",
+        lambda: PS.make_backward(nn.Linear(1, 1), loss_fn, accumulate_grad_batches=4),
+    ),
+    (TypeError, "clip_by_global_norm", lambda: average(max_grad_norm=1.0)),
+    (TypeError, "axis=ps.MeshAxis", lambda: average(mesh=None)),
+    (TypeError, "schedule as its learning rate", lambda: average(lr_scheduler=None)),
+    (TypeError, "'blue'$", lambda: average(blue=None)),
+    (
+        TypeError,
+        r"microbatch is a tensor, torch.int64 of shape \(8,\)\n.* pass \[batch\]",
+        pass_a_batch_as_group,
+    ),
+    (
+        ValueError,
+        r"microbatch is a tensor, torch.float32 of shape \(8, 5\)\n.* pass \[batch\]",
+        lambda: pass_a_batch_as_group(fails_in_loss=True),
+    ),
+    (
+        TypeError,
+        r"params is torch.int64.* floating-point tensors.* params.float\(\)",
+        take_integer_params,
+    ),
+    (ValueError, "make integers float", lambda: update_by_hand(torch.ones(2).long())),
+    (
+        TypeError,
+        r"write metrics.loss; the fields are loss, num_tokens, .*, aux",
+        lambda: STEP(PARAMS, STATE, [MICROBATCH])[2]["loss"],
+    ),
+    (
+        TypeError,
+        "write metrics.grad_norm",
+        lambda: STEP(PARAMS, STATE, [MICROBATCH])[2]["grad_norm"],
+    ),
+    (
+        TypeError,
+        "metrics have no 'lr'; the fields are loss, num_tokens, num_microbatches, aux",
+        lambda: PS.make_eval_step(loss_fn, weight_fn=weight_fn)(PARAMS, [MICROBATCH])[
+            "lr"
+        ],
+    ),
+    (
+        ValueError,
+        r"mask names params, \['w'\], .*\{name: name in names for name in params\}",
+        lambda: decay(["w"]),
+    ),
+    (ValueError, "mask names params", lambda: decay(["w"], ps.optim.sgd)),
+    (
+        ValueError,
+        "mask names params",
+        lambda: decay(lambda params: ("w",), ps.optim.lion),
+    ),
+    (ValueError, "mask names params", lambda: decay({"w"})),
+    (ValueError, r"mask=.*bools.*lacks \['w'\]", lambda: decay({"bias": False})),
+    (
+        ValueError,
+        r"warmup_steps=0.1 counts updates, .*: of a ratio, pass round\(0.1 \* ",
+        lambda: ps.optim.warmup_cosine_decay_schedule(0.0, 1.0, RATIO, 1000),
+    ),
+    (
+        ValueError,
+        r"decay_steps=62.5 counts updates, .* round\(62.5\)",
+        lambda: ps.optim.cosine_decay_schedule(1.0, FRACTION),
+    ),
+    (
+        ValueError,
+        "transition_steps=0.1 counts updates",
+        lambda: ps.optim.linear_schedule(0.0, 1.0, RATIO),
+    ),
+    (
+        ValueError,
+        r"boundary=0.1 counts updates, .* round",
+        lambda: ps.optim.join_schedules([SCHEDULE, SCHEDULE], [RATIO]),
+    ),
+    (
+        TypeError,
+        "from_torch takes a class, .* got an instance of SGD",
+        lambda: PS.optim.from_torch(torch.optim.SGD([torch.ones(1)], lr=0.1)),
+    ),
+    (
+        AttributeError,
+        r"write adamw\(lr, weight_decay=0.0\)",
+        lambda: PS.optim.adam(0.1),
+    ),
+    (AttributeError, r"returns the new params", lambda: PS.optim.apply_updates),
+    (AttributeError, "has no attribute 'blue'$", lambda: PS.optim.blue),
+    (
+        ValueError,
+        r"labels.* one shorter .*: take ps.shift_labels\(tokens\).*tokens\[:-1\]",
+        lambda: ps.pack(
+            [{"tokens": torch.arange(3), "labels": torch.arange(2)}], max_tokens=8
+        ),
+    ),
+    (
+        ValueError,
+        "cut or pad them to one length",
+        lambda: ps.pack([{"x": torch.ones(3), "y": torch.ones(7)}], max_tokens=8),
+    ),
+    (
+        TypeError,
+        r"fold_in takes a whole number, .* got 'dropout': number .* fold_in\(key, 0\)",
+        lambda: PS.random.fold_in(ps.random.key(0), "dropout"),
+    ),
+    (
+        TypeError,
+        "fold_in takes a whole number, .* got 1.5",
+        lambda: PS.random.fold_in(ps.random.key(0), 1.5),
+    ),
+    (TypeError, "is no key", lambda: PS.random.with_keys(EXAMPLES, 0)),
+    (
+        TypeError,
+        r"examples\[0\]\['id'\] is 'a', .* identity=None",
+        lambda: PS.random.with_keys([{"id": "a"}], ps.random.key(0), identity="id"),
+    ),
+    (
+        ValueError,
+        "params are sharded, and opt_state is not: call optimizer.init after ps.shard\n",
+        shard_after_init,
+    ),
+    (
+        TypeError,
+        r"the loss sees each ps.Shard as it is: call ps.unshard\(params\)",
+        lambda: gather_in_no_loss(lambda w: torch.ones(1, 1) @ w),
+    ),
+    (
+        AttributeError,
+        "the loss sees each ps.Shard as it is",
+        lambda: gather_in_no_loss(lambda w: w.sum()),
+    ),
+    (
+        TypeError,
+        "the loss sees each ps.Shard as it is",
+        lambda: gather_in_no_loss(lambda w: torch.relu(w)),
+    ),
 ]
 
 
@@ -265,3 +500,109 @@ def test_a_folder_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
     ps.checkpoint.save_step(tmp_path, 3, PARAMS)
     with pytest.raises(ValueError, match=r"00000003, as ps\.checkpoint\.latest"):
         ps.checkpoint.load(tmp_path, PARAMS)
+
+
+NEGATIVE: dict[str, Callable[[], Any]] = {
+    "learning_rate": lambda: ps.optim.sgd(-0.1),
+    "learning_rate ": lambda: ps.optim.adamw(-0.1),
+    "learning_rate  ": lambda: ps.optim.lion(-0.1),
+    "weight_decay": lambda: ps.optim.sgd(0.1, weight_decay=-0.1),
+    "weight_decay ": lambda: ps.optim.adamw(0.1, weight_decay=-0.1),
+    "weight_decay  ": lambda: ps.optim.lion(0.1, weight_decay=-0.1),
+    "weight_decay   ": lambda: ps.optim.add_decayed_weights(-0.1),
+    "momentum": lambda: ps.optim.sgd(0.1, momentum=-0.1),
+    "decay": lambda: ps.optim.momentum(-0.1),
+    "eps": lambda: ps.optim.adamw(0.1, eps=-0.1),
+    "eps ": lambda: ps.optim.scale_by_adam(eps=-0.1),
+    "b1": lambda: ps.optim.adamw(0.1, b1=-0.1),
+    "b2": lambda: ps.optim.lion(0.1, b2=-0.1),
+    "b2 ": lambda: ps.optim.scale_by_adam(b2=-0.1),
+    "max_norm": lambda: ps.optim.clip_by_global_norm(-0.1),
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_negative_numbers_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name.strip()}=-0.1 must not be negative"):
+        NEGATIVE[name]()
+
+
+@pytest.mark.parametrize("name", ["b1", "b2"])
+def test_decays_of_means_are_below_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}=1.0 must be below 1"):
+        PS.optim.adamw(0.1, **{name: 1.0})
+    for make in (PS.optim.adamw, PS.optim.lion):
+        with pytest.raises(TypeError, match=f"{name} must be a number, got tuple"):
+            make(0.1, **{name: (0.9, 0.99)})
+
+
+def test_what_is_no_mistake_is_taken() -> None:
+    """Takes whole numbers that are floats, tensors of any sign, and zeros."""
+    whole: Any = 1e2
+    ps.optim.warmup_cosine_decay_schedule(0.0, 1.0, whole, 10 * whole)
+    ps.optim.join_schedules([SCHEDULE, SCHEDULE], [whole])
+    ps.optim.linear_schedule(-1.0, 0.0, 5)
+    ps.optim.sgd(torch.tensor(-0.1), weight_decay=torch.tensor(-0.1))
+    ps.optim.adamw(0, 0, 0, 0, 0)
+    ps.optim.clip_by_global_norm(0)
+    metrics = STEP(PARAMS, STATE, [MICROBATCH])[2]
+    assert metrics[0] is metrics.loss
+    assert metrics[-1] is metrics.aux
+    assert len(metrics[1:3]) == 2
+
+
+def soften(*layers: nn.Module) -> None:
+    """Takes two steps of a classifier that ends in these layers."""
+    model = nn.Sequential(nn.Linear(2, 3), *layers)
+    params, apply = ps.from_module(model)
+    step = ps.make_update_step(
+        lambda p, m: ps.losses.cross_entropy(apply(p, m["x"]), m["labels"]), SGD
+    )
+    batch = {"x": torch.ones(2, 4, 2), "labels": torch.ones(2, 4).long()}
+    for _ in range(2):
+        step(params, SGD.init(params), [batch])
+
+
+def test_a_softmax_before_cross_entropy_is_warned_of_once() -> None:
+    for layers in (
+        [nn.Softmax(-1)],
+        [nn.Softmax(-1), nn.Flatten(0, 1), nn.Unflatten(0, (2, 4))],
+    ):
+        with pytest.warns(
+            UserWarning, match="takes logits, but gets the result of a softmax"
+        ) as caught:
+            soften(*layers)
+        assert len(caught) == 1
+    with pytest.warns(UserWarning, match="gets the result of a sigmoid"):
+        step_on(
+            lambda p, m: functional.binary_cross_entropy_with_logits(
+                p["w"].expand(len(m["y"])).sigmoid(), m["y"], reduction="none"
+            )
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        soften()
+        soften(nn.LogSoftmax(-1))  # It changes nothing.
+        soften(nn.Softmax(-1), nn.Linear(3, 3))
+
+
+def test_a_microbatch_that_fails_is_described() -> None:
+    """Says what came, without a guess where it may well be a microbatch."""
+
+    def loss(p: Any, m: Any) -> Tensor:
+        raise ValueError("no")
+
+    step = ps.make_update_step(loss, SGD, weight_fn=lambda m: torch.ones(2))
+    for group in ([torch.ones(2), torch.ones(2)], [(torch.ones(2), torch.ones(2))]):
+        with pytest.raises(ValueError, match="no") as info:
+            step(PARAMS, STATE, group)
+        assert not any("[batch]" in note for note in info.value.__notes__)
+
+
+def test_an_error_of_an_evaluation_is_explained() -> None:
+    evaluate = ps.make_eval_step(lambda p, m: m["z"], weight_fn=weight_fn)
+    with pytest.raises(KeyError) as info:
+        evaluate(PARAMS, [MICROBATCH])
+    notes = "\n".join(info.value.__notes__)
+    assert "loss_fn(params, microbatch)" in notes
+    assert "this microbatch has ['x'" in notes

@@ -180,7 +180,7 @@ def test_a_dtype_that_cannot_add_up(dtype: torch.dtype) -> None:
 
 
 def test_no_weights() -> None:
-    message = 'weight_fn=None .* pass normalize="grads", or a weight_fn'
+    message = 'weight_fn=None .* pass weight_fn=.* pass normalize="grads"'
     check_refused(ValueError, message, weight_fn=None)
 
 

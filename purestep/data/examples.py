@@ -119,6 +119,15 @@ def measure_length(
             lengths.add(-1)  # refused below
     if len(lengths) == 1 and -1 not in lengths:
         return lengths.pop()
+    hint = "make tensors of them, or name in per_example= what has no length"
+    if -1 not in lengths and lengths:
+        hint = "cut or pad them to one length, or name in per_example= what has none"
+        if max(lengths) - min(lengths) == 1:
+            hint = (
+                "those that are one shorter look like labels made by slicing: take "
+                "ps.shift_labels(tokens), as long as its tokens, or slice the inputs, too, as "
+                "tokens[:-1]"
+            )
     paths = tree.paths(example, name)
     formatted = [
         f"{path} {tree.format_leaf(leaf)}"
@@ -126,6 +135,6 @@ def measure_length(
     ]
     raise ValueError(
         f"the leaves of {name} need one common first dimension, but are {formatted[:8]}, "
-        f"{len(formatted)} in all: make tensors of them, or name in per_example= what has no "
-        "length. ps.split cuts one batch; ps.pack takes a list of examples, which may differ"
+        f"{len(formatted)} in all: {hint}. ps.split cuts one batch; ps.pack takes a list of "
+        "examples, which may differ"
     )

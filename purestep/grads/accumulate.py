@@ -6,15 +6,15 @@
 there is no pass over the gradients to scale them, and nothing to forget.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from purestep import tree, validation
+from purestep import hints, tree, validation
 from purestep.counts import (
     WeightedMicrobatches,
     compute_weights,
@@ -152,7 +152,11 @@ def accumulate_group(
     )
     if is_recorded:
         validation.check_no_grad_leaves(leaves, spec)
-    watch = validation.forbid_writes(leaves, spec) if needs_checks else nullcontext()
+    watch = (
+        _watch_group(leaves, spec, group.microbatches)
+        if needs_checks
+        else nullcontext()
+    )
 
     losses: list[Tensor] = []
     used_weights: list[Tensor] = []
@@ -200,6 +204,18 @@ def accumulate_group(
         counts=counts,
         aux=aux,
     )
+
+
+@contextmanager
+def _watch_group(
+    leaves: Sequence[Tensor], spec: tree.TreeSpec, microbatches: Sequence[Microbatch]
+) -> Iterator[None]:
+    """Raises as ``validation.forbid_writes``; adds a note to an error if the group is one batch."""
+    with (
+        hints.annotate_single_batch(microbatches),
+        validation.forbid_writes(leaves, spec),
+    ):
+        yield
 
 
 def detach_data(microbatch: Microbatch, is_recorded: bool) -> tuple[Microbatch, bool]:

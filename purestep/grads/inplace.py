@@ -102,8 +102,9 @@ def run_backward_into(
     graph is freed. Leaves get ``requires_grad``, and the accumulator's dtypes as ``grad_dtype``. No
     sum shares memory with ``data``, cotangents, leaves or another sum. ``on_grad_ready`` takes each
     sum that the pass reaches, and returns the tensor to keep. ``needs_checks`` warns of module
-    parameters beside ``leaves``. It raises ``ValueError`` if the loss recomputes with them, unless
-    the leaves ``are_module_parameters`` themselves.
+    parameters beside ``leaves``, and of a softmax before a cross entropy. It raises ``ValueError``
+    if the loss recomputes with these parameters, unless the leaves ``are_module_parameters``
+    themselves.
     """
     for index in reversed(range(len(terms))):
         if not terms[index].requires_grad:
@@ -129,6 +130,7 @@ def run_backward_into(
     if needs_checks:
         reachable = validation.reachable_leaves(terms)
         validation.warn_of_constants(reachable, leaves)
+        validation.warn_of_probabilities(terms)
     watch: AbstractContextManager[object] = nullcontext()
     # A module computes again with its parameters, which are right where they are the leaves.
     if needs_checks and not are_module_parameters:

@@ -64,9 +64,33 @@ def labels_to_int64(labels: Tensor) -> Tensor:
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(
             f"labels are {labels.dtype}, but they are class numbers: pass labels.long() if these "
-            "are whole numbers; for probabilities take ps.losses.kl_divergence"
+            "are whole numbers; for probabilities take ps.losses.kl_divergence(logits, "
+            "labels.log())"
         )
     return labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
+
+
+def describe_labels_mismatch(labels: torch.Size, logits: torch.Size) -> str:
+    """Returns a message's end for labels of a shape that does not begin the shape of the logits.
+
+    It is empty if the shapes show no likely mistake.
+
+    >>> describe_labels_mismatch(torch.Size([4, 1]), torch.Size([4, 3]))
+    '. Labels have one dimension too many: take labels.squeeze(-1)'
+    """
+    if labels == logits and len(labels) == 1:
+        return (
+            ". Here is one logit per token: for two classes, take torch's "
+            'binary_cross_entropy_with_logits, with reduction="none"'
+        )
+    if labels == logits:
+        return (
+            ". Labels are class numbers: of one-hot labels take labels.argmax(-1); for "
+            "probabilities take ps.losses.kl_divergence(logits, labels.log())"
+        )
+    if labels == (*logits[:-1], 1):
+        return ". Labels have one dimension too many: take labels.squeeze(-1)"
+    return ""
 
 
 def check_temperature(temperature: float) -> None:

@@ -9,6 +9,7 @@ from purestep.counts import IGNORE_INDEX
 from purestep.losses.arguments import (
     check_temperature,
     check_tensors,
+    describe_labels_mismatch,
     labels_to_int64,
 )
 from purestep.losses.vocabulary import (
@@ -244,9 +245,14 @@ def _check_product(
     from, and ``owner`` comes before the names of both tensors.
     """
     if hidden.ndim == 0 or hidden.shape[:-1] != tokens:
+        hint = ""
+        if tokens_name == "labels" and weight.ndim == 2:
+            logits_shape = torch.Size([*hidden.shape[:-1], len(weight)])
+            hint = describe_labels_mismatch(tokens, logits_shape)
         raise ValueError(
             f"{owner}hidden of shape {tuple(hidden.shape)} against {tokens_name} of shape "
             f"{tuple(tokens)}: {owner}hidden needs that shape and then one dimension of features"
+            f"{hint}"
         )
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(

@@ -9,6 +9,7 @@ from purestep.counts import IGNORE_INDEX
 from purestep.losses.arguments import (
     check_temperature,
     check_tensors,
+    describe_labels_mismatch,
     labels_to_int64,
     promote_same_shape,
 )
@@ -31,7 +32,7 @@ def cross_entropy(
     arguments that are no tensors.
 
     Args:
-        logits: x, of shape ``labels.shape + (classes,)``.
+        logits: x, of shape ``labels.shape + (classes,)``, before any softmax.
         labels: class numbers, or ``ignore_index``. Others raise torch's ``IndexError`` on the host.
         ignore_index: the label of positions that are no tokens. If it is not -100, pass a
             ``weight_fn`` that leaves it out too: the default one counts it.
@@ -46,6 +47,7 @@ def cross_entropy(
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} against labels of shape {tuple(labels.shape)}: "
             "logits need the labels' shape and then one dimension of classes"
+            f"{describe_labels_mismatch(labels.shape, logits.shape)}"
         )
     logits = tree.widen(logits)
     labels = labels_to_int64(labels)

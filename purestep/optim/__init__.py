@@ -1,5 +1,7 @@
 """Provides optimizers as pure functions: transforms, schedules and the usual optimizers."""
 
+from typing import TYPE_CHECKING, NoReturn
+
 import torch
 
 from purestep.optim.base import Optimizer, Transform, chain
@@ -76,3 +78,26 @@ __all__ = [
     "warmup_cosine_decay_schedule",
     "join_schedules",
 ]
+
+_OTHER_NAMES = {
+    "adam": "write adamw(lr, weight_decay=0.0)",
+    "apply_updates": "optimizer.update returns the new params, so nothing is left to add",
+    "scale": "sgd(lr) ends a chain, and subtracts lr times the updates",
+    "scale_by_learning_rate": "sgd(lr) ends a chain, and subtracts lr times the updates",
+    "scale_by_schedule": "sgd(schedule) ends a chain, and subtracts",
+    "trace": "write momentum(decay)",
+    "masked": "adamw and others take mask=; else take partition",
+    "multi_transform": "write partition(optimizers, param_labels)",
+    "MultiSteps": "pass all microbatches of an update to one step",
+    "clip": "write clip_by_global_norm(max_norm)",
+}
+"""What stands here for names of optax and torch.optim."""
+
+if not TYPE_CHECKING:  # A checker would take any name for defined.
+
+    def __getattr__(name: str) -> NoReturn:
+        """Raises ``AttributeError``; for a name of optax, it says what stands for it here."""
+        text = f"module {__name__!r} has no attribute {name!r}"
+        if name in _OTHER_NAMES:
+            text += f": {_OTHER_NAMES[name]}"
+        raise AttributeError(text)

@@ -81,7 +81,8 @@ class Optimizer(NamedTuple, Generic[StateT]):
     """Turns gradients into new params by pure functions.
 
     ``init(params)`` makes the state. ``update(grads, opt_state, params)`` returns new params and
-    state, by plain arithmetic that every transform and compiler follows.
+    state, by plain arithmetic that every transform and compiler follows. Where optax returns
+    updates to add, these are the params themselves.
 
     ``update_(grads, opt_state, params, applied)`` does the same in place, and is optional. It
     consumes gradients, state and params, and returns params and state in their own buffers. Where
@@ -347,7 +348,8 @@ def raise_mismatch(
             dtypes = {f"{leaf.dtype}" for leaf in tree.leaves((grads, params))}
             mismatch = (
                 f"this optimizer takes real floating-point tensors, not all of {sorted(dtypes)}: "
-                "write complex params as two real ones, by torch.view_as_real"
+                "make integers float, and write complex params as two real ones, by "
+                "torch.view_as_real"
             )
     raise ValueError(mismatch)
 
@@ -356,17 +358,24 @@ def state_mismatch(init: Init, state: OptState, params: Params) -> str | None:
     """Describes how a state differs from ``init(params)``; returns None if it does not.
 
     Containers, shapes and dtypes are compared. All floating-point dtypes of params count as equal.
+    Of shards against full tensors it says no more than that.
     """
     expected = init(params)
     difference = tree.describe_mismatch(state, expected, "opt_state")
     if difference is None:
         return None
-    found_spec = tree.format_spec(tree.flatten(state)[1])
-    expected_spec = tree.format_spec(tree.flatten(expected)[1])
+    spec = tree.flatten(state)[1]
+    expected_spec = tree.flatten(expected)[1]
+    is_sharded = bool(tree.shard_specs(spec))
+    needs_shards = bool(tree.shard_specs(expected_spec))
+    if needs_shards and not is_sharded:
+        return "params are sharded, and opt_state is not: call optimizer.init after ps.shard"
+    if is_sharded and not needs_shards:
+        return "opt_state is sharded, and params are not: call optimizer.init(params) of these"
     return (
         "opt_state was not made by optimizer.init of these params: take optimizer.init(params) of "
-        f"this very optimizer. {difference}; it is {found_spec:.200}, and {expected_spec:.200} was "
-        "expected"
+        f"this very optimizer. {difference}; it is {tree.format_spec(spec):.200}, and "
+        f"{tree.format_spec(expected_spec):.200} was expected"
     )
 
 

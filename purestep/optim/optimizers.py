@@ -17,7 +17,12 @@ from purestep.optim.elementwise import (
     elementwise,
 )
 from purestep.optim.partition import Mask, partition_by_mask
-from purestep.optim.schedules import LearningRate, check_rate
+from purestep.optim.schedules import (
+    LearningRate,
+    check_adam_decays,
+    check_hyperparams,
+    check_rate,
+)
 from purestep.optim.transforms import (
     add_decayed_weights,
     momentum as momentum_transform,
@@ -63,7 +68,8 @@ def sgd(
         g ← g + weight_decay · θ,    t ← momentum · t + g,    θ ← θ − lr · t
 
     ``sgd(learning_rate)`` alone is the step that ends a chain of transforms. With momentum or decay
-    the optimizer is itself a ``chain``, whose state is a tuple.
+    the optimizer is itself a ``chain``, whose state is a tuple. Raises ``ValueError`` for negative
+    numbers.
 
     Args:
         learning_rate: a number, a scalar tensor or a schedule; others raise ``TypeError``.
@@ -85,6 +91,9 @@ def sgd(
     {'w': tensor(0.9000)}
     """
     check_rate(learning_rate)
+    check_hyperparams(
+        learning_rate=learning_rate, momentum=momentum, weight_decay=weight_decay
+    )
     if nesterov and momentum == 0:
         raise ValueError(
             "sgd: nesterov=True looks ahead along the momentum, but momentum=0"
@@ -152,6 +161,9 @@ def adamw(
     code does. On CUDA the kernel takes a schedule's rate in float32. With a ``weight_decay`` that
     is a tensor on a device, no leaf uses it.
 
+    Adam is ``adamw(learning_rate, weight_decay=0.0)``. Raises ``ValueError`` for negative numbers,
+    and unless ``b1`` and ``b2`` are below 1.
+
     Args:
         learning_rate: a number, a scalar tensor or a schedule; others raise ``TypeError``.
         b1, b2: the decay of the means of gradients and squares.
@@ -168,6 +180,8 @@ def adamw(
     {'w': tensor(0.9000)}
     """
     check_rate(learning_rate)
+    check_hyperparams(learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
+    check_adam_decays(b1=b1, b2=b2)
     if mask is not None:
         with_decay = adamw(learning_rate, b1, b2, eps, weight_decay)
         without_decay = adamw(learning_rate, b1, b2, eps, weight_decay=0.0)
@@ -244,7 +258,7 @@ def lion(
         θ ← θ − lr · (sign(b₁ μ + (1 − b₁) g) + weight_decay · θ)
         μ ← b₂ μ + (1 − b₂) g
 
-    It needs a smaller learning rate than Adam.
+    It needs a smaller learning rate than Adam. Raises ``ValueError`` for negative numbers.
 
     Args:
         learning_rate: a number, a scalar tensor or a schedule; others raise ``TypeError``.
@@ -261,6 +275,9 @@ def lion(
     {'w': tensor([0.9000, 1.1000])}
     """
     check_rate(learning_rate)
+    check_hyperparams(
+        learning_rate=learning_rate, b1=b1, b2=b2, weight_decay=weight_decay
+    )
     if mask is not None:
         with_decay = lion(learning_rate, b1, b2, weight_decay)
         without_decay = lion(learning_rate, b1, b2, weight_decay=0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 from purestep import tree
@@ -242,12 +242,20 @@ def partition_by_mask(
     """Makes a ``partition`` by a mask: params at True get ``selected``, and all others ``others``.
 
     Their labels are "decay" and "rest". ``init`` and ``update`` raise ValueError unless the mask is
-    a tree of bools, and a prefix of the params.
+    a tree of bools, and a prefix of the params. Names in place of bools raise at once.
     """
+    if not callable(mask):
+        _check_no_names(mask)
 
     def param_labels(params: Params) -> Tree:
         prefix = mask(params) if callable(mask) else mask
-        flags = tree.broadcast_prefix(prefix, params)
+        _check_no_names(prefix)
+        try:
+            flags = tree.broadcast_prefix(prefix, params)
+        except ValueError as error:
+            raise ValueError(
+                f"mask= must be a tree of bools like the params, or a prefix of it: {error}"
+            ) from error
         spec = tree.flatten(params)[1]
         if not all(isinstance(flag, bool) for flag in flags):
             raise ValueError(
@@ -258,3 +266,15 @@ def partition_by_mask(
         return tree.unflatten(spec, labels)
 
     return partition({"decay": selected, "rest": others}, param_labels)
+
+
+def _check_no_names(mask: Tree) -> None:
+    """Raises ValueError if a mask is a name of a param, or a list, tuple or set of names."""
+    names = [mask] if isinstance(mask, str) else mask
+    if not isinstance(names, list | tuple | Set) or not names:
+        return
+    if all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"mask names params, {[*names][:3]}, but it must be a tree of bools like the params: "
+            "pass mask=lambda params: {name: name in names for name in params}"
+        )

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
-"""``schedule(step) -> learning_rate``; ``step`` is a scalar int64 tensor that counts from 0."""
+"""``schedule(step) -> learning_rate``; ``step`` is a scalar int64 tensor.
+
+It counts updates from 0, each over a whole group: neither microbatches nor batches of a loader.
+"""
 
 PlottedSchedule: TypeAlias = Callable[[Tensor | float], Tensor]
 """A schedule that also takes a number, as ``[schedule(i) for i in range(100)]`` does to plot it."""
@@ -51,6 +54,42 @@ def check_rate(learning_rate: object) -> None:
             "learning_rate must be a number, a scalar tensor or a schedule, which is a function of "
             f"the step, got {type(learning_rate).__name__}"
         )
+
+
+def check_hyperparams(**hyperparams: object) -> None:
+    """Raises ValueError for a number below 0, and TypeError for what is neither number nor tensor.
+
+    Tensors pass whatever their values are, and so do functions of the step.
+
+    >>> check_hyperparams(eps=-1e-8)
+    Traceback (most recent call last):
+    ...
+    ValueError: eps=-1e-08 must not be negative
+    """
+    for name, value in hyperparams.items():
+        if isinstance(value, Tensor) or callable(value):
+            continue
+        if not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        if float(value) < 0:
+            hint = ""
+            if name == "learning_rate":
+                hint = (
+                    ": the optimizer subtracts, so optax's scale(-lr) is sgd(lr); to maximize, "
+                    "negate the loss"
+                )
+            raise ValueError(f"{name}={value} must not be negative{hint}")
+
+
+def check_adam_decays(**decays: object) -> None:
+    """Raises as ``check_hyperparams``, and ValueError for a number from 1 on.
+
+    Adam divides a mean by 1 less its decay.
+    """
+    check_hyperparams(**decays)
+    for name, value in decays.items():
+        if isinstance(value, Real) and float(value) >= 1:
+            raise ValueError(f"{name}={value} must be below 1, such as 0.9")
 
 
 def holds_parameters(value: object) -> bool:
@@ -94,8 +133,8 @@ def linear_schedule(
 ) -> PlottedSchedule:
     """Moves from ``init_value`` to ``end_value`` in a straight line, then stays constant.
 
-    The line takes ``transition_steps``. Raises ``ValueError`` unless that is positive. The schedule
-    returns float64.
+    The line takes ``transition_steps`` updates. Raises ``ValueError`` unless that is a whole,
+    positive number. The schedule returns float64.
 
     >>> linear_schedule(0.0, 1.0, 4)(torch.tensor([0, 1, 4, 9])).tolist()
     [0.0, 0.25, 1.0, 1.0]
@@ -114,8 +153,8 @@ def cosine_decay_schedule(
 ) -> PlottedSchedule:
     """Moves from ``init_value`` to ``alpha * init_value`` along half a cosine, then stays constant.
 
-    The cosine takes ``decay_steps``. Raises ``ValueError`` unless that is positive. The schedule
-    returns float64.
+    The cosine takes ``decay_steps`` updates. Raises ``ValueError`` unless that is a whole,
+    positive number. The schedule returns float64.
 
     >>> cosine_decay_schedule(1.0, 2)(torch.tensor([0, 1, 2, 9])).tolist()
     [1.0, 0.5, 0.0, 0.0]
@@ -140,14 +179,16 @@ def warmup_cosine_decay_schedule(
     """Rises to ``peak_value`` in ``warmup_steps``, then falls to ``end_value`` along a cosine.
 
     It starts at ``init_value``, in a straight line, and stays at ``end_value``. As in optax,
-    ``decay_steps`` is the length of the whole schedule, the warm-up included. If ``peak_value`` is
-    0, it ends at 0, whatever ``end_value`` is. Raises ``ValueError`` unless
-    0 < ``warmup_steps`` < ``decay_steps``.
+    ``decay_steps`` is the length of the whole schedule, the warm-up included. Both count updates.
+    If ``peak_value`` is 0, it ends at 0, whatever ``end_value`` is. Raises ``ValueError`` unless
+    both are whole numbers, and 0 < ``warmup_steps`` < ``decay_steps``.
 
     >>> schedule = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=1, decay_steps=3)
     >>> schedule(torch.tensor([0, 1, 2, 3])).tolist()
     [0.0, 1.0, 0.5, 0.0]
     """
+    _check_whole("warmup_steps", warmup_steps)
+    _check_whole("decay_steps", decay_steps)
     if not 0 < warmup_steps < decay_steps:
         raise ValueError(
             f"{decay_steps=} is the whole length and must be larger than {warmup_steps=}, which "
@@ -166,7 +207,7 @@ def join_schedules(
 
     The next one starts at the step of the boundary. All schedules are called at every step, but
     with steps of their intervals only. Raises ``ValueError`` unless there is one boundary between
-    each two schedules, and boundaries increase from above 0.
+    each two schedules, and boundaries are whole numbers that increase from above 0.
 
     >>> halves = [lambda step: 1.0 * step, lambda step: 5.0 * step]
     >>> join_schedules(halves, [2])(torch.arange(4)).tolist()
@@ -179,6 +220,8 @@ def join_schedules(
             f"but {len(boundaries)} were given"
         )
 
+    for boundary in boundaries:
+        _check_whole("boundary", boundary)
     starts = [0, *boundaries]
     if any(end <= start for start, end in itertools.pairwise(starts)):
         raise ValueError(
@@ -216,6 +259,19 @@ def _as_tensor(step: Tensor | float) -> Tensor:
 
 
 def _check_steps(name: str, steps: int) -> None:
-    """Raises ValueError unless the number of steps is positive."""
+    """Raises ValueError unless the number of steps is whole and positive."""
+    _check_whole(name, steps)
     if steps <= 0:
         raise ValueError(f"{name}={steps} must be positive")
+
+
+def _check_whole(name: str, steps: Tensor | float) -> None:
+    """Raises ValueError for a number that is not whole; tensors pass."""
+    if isinstance(steps, Tensor) or float(steps).is_integer():
+        return
+    hint = f"pass round({steps})"
+    if 0 < steps < 1:
+        hint = f"of a ratio, pass round({steps} * num_updates)"
+    raise ValueError(
+        f"{name}={steps} counts updates, so it must be a whole number: {hint}"
+    )

@@ -160,8 +160,8 @@ def check_algorithm(algorithm: Any) -> None:
     is_class = isinstance(algorithm, type)
     if not is_class or not issubclass(algorithm, torch.optim.Optimizer):
         raise TypeError(
-            f"from_torch takes a class, such as torch.optim.AdamW, got {type(algorithm).__name__}: "
-            "its settings follow as keywords"
+            "from_torch takes a class, such as torch.optim.AdamW, got an instance of "
+            f"{type(algorithm).__name__}: its settings follow as keywords"
         )
     closure = inspect.signature(algorithm.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -12,6 +12,7 @@ from purestep.optim.arithmetic import Arithmetic, Number, as_scalar
 from purestep.optim.base import Transform
 from purestep.optim.elementwise import Formula, Results, elementwise
 from purestep.optim.partition import Mask, partition_by_mask
+from purestep.optim.schedules import check_adam_decays, check_hyperparams
 from purestep.tree import foreach
 from purestep.types import OptState, Params, Tree
 
@@ -20,11 +21,13 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
     """Scales gradients down to the norm ``max_norm``: g · min(1, max_norm / ‖g‖₂).
 
     The norm is that of the whole tree. For a ``Shard`` it includes all ranks of its axis. The
-    results are in float32 at least. If the norm is NaN, the gradients keep their values.
+    results are in float32 at least. If the norm is NaN, the gradients keep their values. Raises
+    ``ValueError`` for a negative number.
 
     >>> clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, (), None)
     ({'w': tensor([0.6000, 0.8000])}, ())
     """
+    check_hyperparams(max_norm=max_norm)
 
     def update(grads: Tree, state: OptState, params: Params) -> tuple[Tree, OptState]:
         grads = tree.map(tree.widen, grads)
@@ -69,13 +72,14 @@ class MomentumState(NamedTuple):
 def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     """Keeps a decaying sum of gradients: t ← decay · t + g.
 
-    The update is t, or g + decay · t with ``nesterov``.
+    The update is t, or g + decay · t with ``nesterov``. Raises ``ValueError`` for a negative decay.
 
     >>> transform = momentum(0.5)
     >>> state = MomentumState({"w": torch.tensor(2.0)})
     >>> transform.update({"w": torch.tensor(1.0)}, state, None)[0]
     {'w': tensor(2.)}
     """
+    check_hyperparams(decay=decay)
 
     def rule(ops: Arithmetic, step: None, decay: Number) -> Formula:
         def formula(grads: Any, params: Any, trace: Any) -> Results:
@@ -114,11 +118,15 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         ν ← b₂ ν + (1 − b₂) g²
         u = μ̂ / (√ν̂ + ε)      where μ̂ = μ / (1 − b₁ᵗ), ν̂ = ν / (1 − b₂ᵗ)
 
+    Raises ``ValueError`` for negative numbers, and unless ``b1`` and ``b2`` are below 1.
+
     >>> transform = scale_by_adam()
     >>> params = {"w": torch.tensor([0.0, 0.0])}
     >>> transform.update({"w": torch.tensor([5.0, -0.1])}, transform.init(params), None)[0]
     {'w': tensor([ 1., -1.])}
     """
+    check_hyperparams(eps=eps)
+    check_adam_decays(b1=b1, b2=b2)
 
     def rule(ops: Arithmetic, step: Tensor) -> Formula:
         count = step.to(torch.float64)
@@ -159,13 +167,15 @@ def add_decayed_weights(
     """Adds weight decay to the updates: u + weight_decay · θ, where ``mask`` is True.
 
     Without a mask, all leaves decay. With one, the transform is a ``partition``. The mask is a tree
-    of bools like the params, a prefix of it, or a function from params to one.
+    of bools like the params, a prefix of it, or a function from params to one. Raises
+    ``ValueError`` for a negative number.
 
     >>> decay = add_decayed_weights(0.1, lambda params: tree.map(lambda p: p.ndim > 1, params))
     >>> params = {"bias": torch.ones(1), "weight": torch.ones(1, 1)}
     >>> decay.update(tree.zeros_like(params), decay.init(params), params)[0]
     {'bias': tensor([0.]), 'weight': tensor([[0.1000]])}
     """
+    check_hyperparams(weight_decay=weight_decay)
     if mask is not None:
         decay = add_decayed_weights(weight_decay)
         no_decay = add_decayed_weights(0.0)
