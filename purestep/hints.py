@@ -128,10 +128,12 @@ def explain_loss_error(
     error: Exception, first: str, params: Params, microbatch: Microbatch
 ) -> None:
     """Adds the notes of ``annotate_loss_errors`` to an error that a loss has raised."""
+    what = ""
+    if not isinstance(microbatch, Mapping):
+        what = f". This microbatch is {describe_microbatch(microbatch)}"
     error.add_note(
         f"raised in loss_fn, which is called as loss_fn({first}, microbatch): {first} first, "
-        "and a microbatch of the group second. This microbatch is "
-        f"{describe_microbatch(microbatch)}"
+        f"and a microbatch of the group second{what}"
     )
     text = str(error)
     notes = [note for pattern, note in _NOTES.items() if re.search(pattern, text)]

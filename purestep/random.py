@@ -97,7 +97,7 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
         raise TypeError(
             f"fold_in: data is {tree.format_leaf(data)}, and must be whole numbers"
         )
-    if not hasattr(data, "__index__"):
+    if not isinstance(data, Tensor | int) and not hasattr(data, "__index__"):
         raise TypeError(
             f"fold_in takes a whole number, or a tensor of them, got {data!r}: number the layers, "
             "calls or streams, as fold_in(key, 0)"

@@ -429,8 +429,8 @@ _SQUASHING = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "sigmoid"}
 """Functions that make probabilities of logits, by their nodes."""
 
 _PASSES_VALUES = re.compile(
-    "(Unsafe)?(View|ReshapeAlias|ToCopy|Clone|Transpose|T|Permute|Squeeze|Unsqueeze|Slice|Select)"
-    r"Backward\d"
+    "(UnsafeView|View|ReshapeAlias|ToCopy|Clone|Transpose|T|Permute|Squeeze|Unsqueeze"
+    r"|Slice|Select|Index)Backward\d"
 )
 """Finds the names of nodes that neither compute nor mix values."""
 

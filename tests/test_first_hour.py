@@ -573,6 +573,13 @@ def test_a_softmax_before_cross_entropy_is_warned_of_once() -> None:
         ) as caught:
             soften(*layers)
         assert len(caught) == 1
+    is_token = torch.tensor([True, False, True])
+    with pytest.warns(UserWarning, match="gets the result of a softmax"):
+        step_on(
+            lambda p, m: ps.losses.cross_entropy(
+                p["w"].expand(3, 4).softmax(-1)[is_token], LABELS.expand(2)
+            )
+        )
     with pytest.warns(UserWarning, match="gets the result of a sigmoid"):
         step_on(
             lambda p, m: functional.binary_cross_entropy_with_logits(
