@@ -365,44 +365,51 @@ def forbid_writes(leaves: Sequence[Tensor], spec: tree.TreeSpec) -> Iterator[Non
 def reachable_leaves(terms: Sequence[Tensor]) -> list[Tensor]:
     """Returns the leaves of autograd in the graphs of these terms, in any order.
 
-    A term that is a leaf itself has no graph. Raises ValueError for reentrant checkpoints, whose
-    backward pass may reach params that the outer one skips. torch raises for those that it runs,
-    but not for one behind an input that no param leads to.
+    A term that is a leaf itself has no graph. Raises ValueError as ``reachable_nodes``.
 
     >>> w = torch.ones((), requires_grad=True)
     >>> reachable_leaves([3 * w])[0] is w
     True
     """
-    nodes = _nodes_of(terms)
-    for node in nodes:
+    return leaves_of_nodes(reachable_nodes(terms))
+
+
+def leaves_of_nodes(nodes: set[Any]) -> list[Tensor]:
+    """Returns the leaves to which nodes of autograd add gradients, in any order."""
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+def reachable_nodes(terms: Sequence[Tensor]) -> set[Any]:
+    """Returns the nodes of autograd in the graphs of these terms.
+
+    Raises ValueError for reentrant checkpoints, whose backward pass may reach params that the outer
+    one skips. torch raises for those that it runs, but not for one behind an input that no param
+    leads to.
+    """
+    nodes = [term.grad_fn for term in terms]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [parent for parent, _ in node.next_functions]
         if node.name() == "CheckpointFunctionBackward":
             raise ValueError(
                 "loss_fn runs a reentrant checkpoint, in which a step sees no gradients: pass "
                 "use_reentrant=False, or to models of transformers "
                 'gradient_checkpointing_kwargs={"use_reentrant": False}'
             )
-    return [node.variable for node in nodes if hasattr(node, "variable")]
-
-
-def _nodes_of(terms: Sequence[Tensor]) -> set[Any]:
-    """Returns all nodes in the graphs of these terms."""
-    nodes = [term.grad_fn for term in terms]
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [parent for parent, _ in node.next_functions]
     return seen
 
 
-def warn_of_probabilities(terms: Sequence[Tensor]) -> None:
-    """Warns if a cross entropy reads the result of a softmax or sigmoid in these graphs.
+def warn_of_probabilities(nodes: set[Any]) -> None:
+    """Warns if a cross entropy reads the result of a softmax or sigmoid among these nodes.
 
     Views, copies and casts between them are passed over. A log-softmax before a cross entropy
     changes nothing, and does not warn.
     """
-    for node in _nodes_of(terms):
+    for node in nodes:
         if node.name() not in _READERS_OF_LOGITS:
             continue
         source = node.next_functions[0][0]

@@ -128,9 +128,9 @@ def run_backward_into(
     if on_grad_ready is not None:
         hooks = _grad_hooks(on_grad_ready, leaves, totals_before)
     if needs_checks:
-        reachable = validation.reachable_leaves(terms)
-        validation.warn_of_constants(reachable, leaves)
-        validation.warn_of_probabilities(terms)
+        nodes = validation.reachable_nodes(terms)
+        validation.warn_of_constants(validation.leaves_of_nodes(nodes), leaves)
+        validation.warn_of_probabilities(nodes)
     watch: AbstractContextManager[object] = nullcontext()
     # A module computes again with its parameters, which are right where they are the leaves.
     if needs_checks and not are_module_parameters:
