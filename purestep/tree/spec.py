@@ -190,6 +190,8 @@ def is_same_spec(one: TreeSpec, other: TreeSpec) -> bool:
     """
     if not isinstance(one, TracedSpec):
         return bool(one == other)
+    if one is other:
+        return True
     if one.type is not other.type or one.names != other.names:
         return False
     # A dict's metadata is the order of its keys.

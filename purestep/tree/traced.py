@@ -63,19 +63,29 @@ def flatten_traced(
 ) -> tuple[list[Any], TracedSpec]:
     """Returns the leaves of a tree, in the order of optree's, and its containers."""
     leaves: list[Any] = []
-    spec = _flatten_node(tree, is_leaf, leaves)
+    (spec,) = _flatten_nodes([tree], is_leaf, leaves)
     return leaves, spec
 
 
-def _flatten_node(
+def _flatten_nodes(
+    nodes: Sequence[Tree], is_leaf: Callable[..., bool] | None, leaves: list[Any]
+) -> list[TracedSpec]:
+    """Returns the containers of each node, and appends their leaves to ``leaves``."""
+    specs = []
+    for node in nodes:
+        if isinstance(node, torch.Tensor) or optree.tree_is_leaf(
+            node, is_leaf, namespace=NAMESPACE
+        ):
+            leaves.append(node)
+            specs.append(LEAF)
+        else:
+            specs.append(_flatten_container(node, is_leaf, leaves))
+    return specs
+
+
+def _flatten_container(
     node: Tree, is_leaf: Callable[..., bool] | None, leaves: list[Any]
 ) -> TracedSpec:
-    """Returns the containers of a node, and appends its leaves to ``leaves``."""
-    if isinstance(node, torch.Tensor) or optree.tree_is_leaf(
-        node, is_leaf, namespace=NAMESPACE
-    ):
-        leaves.append(node)
-        return LEAF
     children, metadata, entries, build_node = optree.tree_flatten_one_level(
         node, is_leaf, namespace=NAMESPACE
     )
@@ -83,7 +93,7 @@ def _flatten_node(
         # Instead of optree's metadata, which another function makes in a trace than reads it.
         metadata = tuple(node)
     num_leaves_before = len(leaves)
-    nodes = tuple([_flatten_node(child, is_leaf, leaves) for child in children])
+    nodes = tuple(_flatten_nodes(children, is_leaf, leaves))
     num_leaves = len(leaves) - num_leaves_before
     return TracedSpec(
         type(node), metadata, tuple(entries), nodes, build_node, num_leaves
@@ -96,13 +106,18 @@ def unflatten_traced(spec: TracedSpec, leaves: Sequence[Any]) -> Tree:
         raise ValueError(
             f"{len(leaves)} leaves for a tree of {spec.num_leaves}: pass a value for each leaf"
         )
-    return _build(spec, iter(leaves))
+    (tree,) = _build_nodes([spec], iter(leaves))
+    return tree
 
 
-def _build(spec: TracedSpec, leaves: Iterator[Any]) -> Tree:
-    if spec.is_leaf():
-        return next(leaves)
-    return build_container(spec, [_build(child, leaves) for child in spec.nodes])
+def _build_nodes(specs: Sequence[TracedSpec], leaves: Iterator[Any]) -> list[Tree]:
+    nodes = []
+    for spec in specs:
+        if spec.type is None:
+            nodes.append(next(leaves))
+        else:
+            nodes.append(build_container(spec, _build_nodes(spec.nodes, leaves)))
+    return nodes
 
 
 def build_container(spec: TracedSpec, children: Sequence[Any]) -> Any:
