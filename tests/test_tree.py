@@ -137,7 +137,10 @@ def test_a_trace_flattens_as_optree_does(example: Any) -> None:
 
     others = [f"leaf {i}" for i in range(len(leaves))]
     rebuilt = unflatten_traced(spec, others)
-    assert repr(rebuilt) == repr(tree.unflatten(optree_spec, others))
+    assert tree.flatten(rebuilt) == (others, optree_spec)
+    # The oldest optree sorts the keys of a defaultdict, where Python runs it.
+    if not isinstance(example, defaultdict):
+        assert repr(rebuilt) == repr(tree.unflatten(optree_spec, others))
     with pytest.raises(ValueError, match=r"leaves for a tree of"):
         unflatten_traced(spec, [*others, "one more"])
 
