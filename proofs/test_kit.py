@@ -12,7 +12,7 @@ from hypothesis import settings
 from torch.distributed.device_mesh import init_device_mesh
 
 import purestep as ps
-from benchmarks.mistakes import kit, right_trainers
+from benchmarks.mistakes import kit, right_optimizers, right_trainers
 from benchmarks.mistakes.mistake import Mistake, build_trainer
 from benchmarks.trainers import with_purestep
 from proofs.mutants import UNSEEN
@@ -119,6 +119,13 @@ def test_no_false_alarm(name: str) -> None:
 def test_no_false_alarm_in_any_style(name: str) -> None:
     """Right trainers are accepted, whatever their code, their schedule and their optimizer."""
     ps.testing.check(right_trainers.RIGHT[name](), cases=settings().max_examples // 6)
+
+
+def test_params_that_rounding_moves_together_have_another_loss() -> None:
+    """Signs of gradients that are zero but for rounding: nudges of the start move two params apart."""
+    lion = right_optimizers.Lion()
+    (verdict,) = ps.testing.run_laws(lion, ["T4"], seed=20291, shrink=0)
+    assert verdict.status == "holds", verdict
 
 
 def test_catalogue_is_complete() -> None:

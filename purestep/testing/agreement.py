@@ -60,7 +60,9 @@ def agree(trainer: Trainer, case: Case) -> bool:
             case.problem, len(batches), tokens, trainer.capabilities
         )
         moves = _measure_moves(trainer, case, first[0], nudge)
-        error = _find_disagreement(case, first, second, expected, bound.widened(moves))
+        widened = bound.widened(moves)
+        moved = _move_evaluations(case.problem, batches[-1], first[0], second)
+        error = _find_disagreement(case, first, moved, expected, widened)
     if error is not None:
         raise error
     likes = first if len(first) == len(second) else [first[0]] * len(second)
@@ -246,12 +248,40 @@ def _expect(
         return first
     if first.evaluation is None or batch is None:
         return first
+    return first._replace(evaluation=_evaluate_at(case.problem, params, batch))
+
+
+def _evaluate_at(problem: Problem, params: Mapping[str, Tensor], batch: Batch) -> float:
+    """Returns the loss of the equation at these params."""
     equation = ReferenceTrainer()
-    equation.start(case.problem, 1)
+    equation.start(problem, 1)
     for name, p in params.items():
         equation.params[name] = p.double()
-    evaluation = equation.evaluate([[batch]])
-    return first._replace(evaluation=evaluation)
+    return equation.evaluate([[batch]])
+
+
+def _move_evaluations(
+    problem: Problem,
+    batch: Batch | None,
+    first: Observation,
+    second: Sequence[Observation],
+) -> list[Observation]:
+    """Returns ``second`` with each evaluation as if it were at the params of ``first``.
+
+    Params that rounding has moved have another loss. Nudges that move two of them apart may never
+    move them together, whose loss differs by more. What the equation says of the two is taken off.
+    """
+    moved = []
+    for observation in second:
+        if observation.evaluation is not None and batch is not None:
+            there = _evaluate_at(
+                problem, observation.averages or observation.params, batch
+            )
+            here = _evaluate_at(problem, first.averages or first.params, batch)
+            evaluation = observation.evaluation - there + here
+            observation = observation._replace(evaluation=evaluation)
+        moved.append(observation)
+    return moved
 
 
 def _check_ranks(
