@@ -16,6 +16,7 @@ import torch
 
 import purestep as ps
 from purestep.torch_private import NEWEST, OLDEST
+from support.programs import run_program
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "pages"
@@ -76,7 +77,8 @@ def test_the_programs_of_a_page_run(
         code = "\n" * number + match[1]
         if "import jax" in code:  # A process that has imported JAX warns when it forks.
             alone = "import purestep as ps\nimport torch\n" + code
-            subprocess.run([sys.executable, "-c", alone], check=True, timeout=100)
+            run = run_program(["-c", alone], tmp_path)
+            assert run.returncode == 0, run.stderr
         else:
             exec(compile(code, name_page(page), "exec"), vars(module))
     printed = capsys.readouterr().out

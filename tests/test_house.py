@@ -5,6 +5,7 @@ import io
 import re
 import tokenize
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,7 @@ def lines_of_code(source: str) -> int:
     return len(code - docs)
 
 
+@cache
 def files() -> dict[str, str]:
     """The source of each file of the package."""
     paths = sorted(HOME.rglob("*.py"))
@@ -244,6 +246,7 @@ PUBLIC_TWICE = {"split", "all_gather"}
 """Names that two modules give to different functions, as ``jax.random.split`` and others do."""
 
 
+@cache
 def sources(folder: str) -> dict[str, str]:
     """Returns the source of each file of a folder of the repository, by its path."""
     root = HOME.parent
