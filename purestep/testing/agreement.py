@@ -23,7 +23,7 @@ from purestep.testing.trainer import Group, Observation, Trainer
 from purestep.testing.watch import equal_or_nan
 
 REPORTS = ("loss", "grad_norm", "num_tokens", "evaluation")
-NUDGES = 6
+NUDGES = 12
 """How often a start is nudged, each time by other signs."""
 
 
@@ -200,13 +200,16 @@ def _measure_moves(
 def nudge_start(problem: Problem, nudge: float, seed: int) -> Problem:
     """Returns the problem with each element θ of its start moved by ± nudge · (1 + |θ|).
 
-    The signs are drawn from the seed. The moved start is rounded to the model's dtype.
+    With an odd seed, by ± nudge · |θ|, which leaves zeros: LAMB has another rule for a parameter
+    whose norm is 0 than for one that is small. The signs are drawn from the seed. The moved start
+    is rounded to the model's dtype.
     """
+    least = 0.0 if seed % 2 else 1.0
     generator = torch.Generator().manual_seed(seed)
     moved = {}
     for name, p in problem.params().items():
         signs = 2 * torch.randint(0, 2, p.shape, generator=generator) - 1
-        moved[name] = p.double() + nudge * signs * (1 + p.double().abs())
+        moved[name] = p.double() + nudge * signs * (least + p.double().abs())
     return replace(problem, model=_move_start(problem, moved))
 
 
