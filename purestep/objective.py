@@ -249,6 +249,11 @@ def _shape_mismatch(losses: torch.Size, weights: torch.Size) -> str:
                 "shift them in the data instead, before weight_fn counts them, or count what the "
                 'loss uses, as in weight_fn=lambda m: m["labels"][:, 1:] != -100'
             )
+    if len(losses) == 2 and losses == (*weights, *weights):
+        return (
+            "they are those of (n, 1) against (n,), which broadcast inside loss_fn: drop the last "
+            "dimension of the model's output, as by .squeeze(-1)"
+        )
     return (
         "they are multiplied one by one and never broadcast: reshape the losses, or the weights in "
         "weight_fn; or loss_fn takes a mean too many"

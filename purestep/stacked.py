@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def stack(microbatches: Sequence[Microbatch]) -> Stacked:
 
     Raises ``ValueError`` where structures, dtypes or shapes differ: pad such microbatches to one
     shape, or pass the list itself. Raises it also without microbatches, or for a leaf that is no
-    tensor. A ``Stacked`` is returned as it is.
+    tensor. Raises ``TypeError`` for one microbatch. A ``Stacked`` is returned as it is.
 
     >>> group = stack([{"labels": torch.tensor([5, 7])}, {"labels": torch.tensor([3, -100])}])
     >>> group.batch
@@ -86,6 +86,11 @@ def stack(microbatches: Sequence[Microbatch]) -> Stacked:
         raise ValueError("stack: no microbatches; a group without any is an empty list")
     if isinstance(microbatches, Stacked):
         return microbatches
+    if isinstance(microbatches, Mapping):
+        raise TypeError(
+            f"stack: got one microbatch with {list(microbatches)[:5]}: pass a sequence of them, as "
+            "ps.split(batch, k) makes"
+        )
     batches = [tree.mappings_to_dicts(microbatch) for microbatch in microbatches]
     _check_alike(batches)
     return Stacked(tree.map(lambda *leaves: torch.stack(leaves), *batches))

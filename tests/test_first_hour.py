@@ -410,6 +410,30 @@ CASES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         lambda: PS.random.with_keys([{"id": "a"}], ps.random.key(0), identity="id"),
     ),
     (
+        TypeError,
+        r"stack: got one microbatch with \['x'\]: pass .* ps.split\(batch, k\)",
+        lambda: ps.stack(PS.tree.map(lambda x: x, {"x": torch.ones(4, 2)})),
+    ),
+    (
+        ValueError,
+        r"\(3, 3\) against .* \(3,\): they are those of \(n, 1\) against \(n,\).*squeeze\(-1\)",
+        lambda: PS.objective.match_weights(
+            ps.LossOutput(torch.ones(3, 1) - torch.ones(3)), torch.ones(3)
+        ),
+    ),
+    (
+        ValueError,
+        r"differ in the first dimension alone, .* of a tokenizer's \(1, n\) take \[0\]",
+        lambda: ps.pack(
+            [{"x": torch.ones(1, 4)}, {"x": torch.ones(1, 3)}], max_tokens=8
+        ),
+    ),
+    (
+        ValueError,
+        "without a warmup, take cosine_decay_schedule",
+        lambda: ps.optim.warmup_cosine_decay_schedule(0.0, 1.0, 0, 10),
+    ),
+    (
         ValueError,
         "params are sharded, and opt_state is not: call optimizer.init after ps.shard\n",
         shard_after_init,

@@ -48,7 +48,8 @@ def check_same_fields(
                 path = tree.paths(example, "")[i]
                 raise ValueError(
                     f"{name}{path} is {tree.format_leaf(leaf)}, but {first_name}{path} is "
-                    f"{tree.format_leaf(first_leaf)}: they may differ in the first dimension alone"
+                    f"{tree.format_leaf(first_leaf)}: they may differ in the first dimension "
+                    "alone, which is the length: of a tokenizer's (1, n) take [0]"
                 )
 
 

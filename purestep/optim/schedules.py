@@ -192,7 +192,7 @@ def warmup_cosine_decay_schedule(
     if not 0 < warmup_steps < decay_steps:
         raise ValueError(
             f"{decay_steps=} is the whole length and must be larger than {warmup_steps=}, which "
-            "must be positive"
+            "must be positive; without a warmup, take cosine_decay_schedule"
         )
     warmup = linear_schedule(init_value, peak_value, warmup_steps)
     alpha = end_value / peak_value if peak_value else 0.0
