@@ -65,7 +65,7 @@ _KEYWORDS = {
     r"sched|^lr$|learning_rate|warmup": (
         "the optimizer takes the rate: pass a schedule as its learning rate"
     ),
-    r"precision|autocast|^amp|scaler|^dtype$": (
+    r"precision|autocast|^amp$|scaler|^dtype$": (
         "loss_fn opens torch.autocast, and accum_dtype= is the dtype of the sums"
     ),
     r"^(model|module)$": (

@@ -404,19 +404,23 @@ def reachable_nodes(terms: Sequence[Tensor]) -> set[Any]:
 
 
 def warn_of_probabilities(nodes: set[Any]) -> None:
-    """Warns if a cross entropy reads the result of a softmax or sigmoid among these nodes.
+    """Warns if a cross entropy reads a softmax among these nodes, or a binary one a sigmoid.
 
     Views, copies and casts between them are passed over. A log-softmax before a cross entropy
-    changes nothing, and does not warn.
+    changes nothing, and does not warn. Nor does one that no loss of labels reads, as an entropy.
     """
     for node in nodes:
-        if node.name() not in _READERS_OF_LOGITS:
+        name = node.name()
+        if name.startswith("NllLoss"):
+            reader = _source_of(node)
+            squashing = "softmax"
+        elif name == "BinaryCrossEntropyWithLogitsBackward0":
+            reader = node
+            squashing = "sigmoid"
+        else:
             continue
-        source = node.next_functions[0][0]
-        while source is not None and _PASSES_VALUES.match(source.name()):
-            source = source.next_functions[0][0]
-        squashing = None if source is None else _SQUASHING.get(source.name())
-        if squashing is not None:
+        source = None if reader is None else _source_of(reader)
+        if source is not None and source.name() == _SQUASHING[squashing]:
             warnings.warn(
                 "a cross entropy takes logits, but gets the result of a "
                 f"{squashing}, so the loss cannot come near 0: leave the {squashing} out of the "
@@ -426,14 +430,16 @@ def warn_of_probabilities(nodes: set[Any]) -> None:
             return
 
 
-_READERS_OF_LOGITS = {
-    "LogSoftmaxBackward0",
-    "BinaryCrossEntropyWithLogitsBackward0",
-}
-"""Nodes of autograd whose first input is logits."""
+def _source_of(node: Any) -> Any:
+    """Returns the node that computes the first input of a node; None for an input without one."""
+    source = node.next_functions[0][0]
+    while source is not None and _PASSES_VALUES.match(source.name()):
+        source = source.next_functions[0][0]
+    return source
 
-_SQUASHING = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "sigmoid"}
-"""Functions that make probabilities of logits, by their nodes."""
+
+_SQUASHING = {"softmax": "SoftmaxBackward0", "sigmoid": "SigmoidBackward0"}
+"""The nodes of functions that make probabilities of logits."""
 
 _PASSES_VALUES = re.compile(
     "(UnsafeView|View|ReshapeAlias|ToCopy|Clone|Transpose|T|Permute|Squeeze|Unsqueeze"

@@ -1,7 +1,9 @@
 """Runs Python programs in processes that are forked from one that has imported torch.
 
-A new interpreter takes three seconds to import torch and its compiler. A fork takes none of them, and
-is as separate: the program has its own arguments, folder, variables, output, and exit status.
+A new interpreter takes three seconds to import torch and its compiler. A fork takes none of them. The
+program has its own arguments, folder, variables, output, and exit status. But modules have been
+imported, functions of ``atexit`` do not run, and what Python and torch read from variables as they
+start is that of the tests. Programs for which that matters run in a new interpreter.
 """
 
 import os

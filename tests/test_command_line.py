@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import re
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -66,8 +68,17 @@ def test_failures_of_today_are_written_and_accepted(tmp_path: Path) -> None:
 
 
 def test_both_lists_at_once_are_refused(tmp_path: Path) -> None:
+    """In a new interpreter, which imports the command line first."""
     trainer = "purestep.testing:ReferenceTrainer"
-    refused = run_command(tmp_path, trainer, "--accept", "a", "--write-accept", "a")
+    command = [sys.executable, "-m", "purestep.testing", trainer]
+    refused = subprocess.run(
+        [*command, "--accept", "a", "--write-accept", "a"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert refused.returncode == 2
     assert "not allowed with argument" in refused.stderr
 

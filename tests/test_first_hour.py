@@ -1,5 +1,6 @@
 """Mistakes of a first hour: each text says what is wrong, and how to go on."""
 
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -566,6 +567,8 @@ def test_what_is_no_mistake_is_taken() -> None:
     ps.optim.warmup_cosine_decay_schedule(0.0, 1.0, whole, 10 * whole)
     ps.optim.join_schedules([SCHEDULE, SCHEDULE], [whole])
     ps.optim.linear_schedule(-1.0, 0.0, 5)
+    never: Any = math.inf
+    ps.optim.join_schedules([SCHEDULE, SCHEDULE], [never])
     ps.optim.sgd(torch.tensor(-0.1), weight_decay=torch.tensor(-0.1))
     ps.optim.adamw(0, 0, 0, 0, 0)
     ps.optim.clip_by_global_norm(0)
@@ -615,6 +618,40 @@ def test_a_softmax_before_cross_entropy_is_warned_of_once() -> None:
         soften()
         soften(nn.LogSoftmax(-1))  # It changes nothing.
         soften(nn.Softmax(-1), nn.Linear(3, 3))
+        # An entropy is no loss of labels.
+        step_on(
+            lambda p, m: (
+                p["w"].expand(len(m["y"]), 4).softmax(-1).log_softmax(-1).sum(-1)
+            )
+        )
+
+
+def test_the_state_of_another_optimizer_over_shards() -> None:
+    """Is not taken for one that was made before ``ps.shard``."""
+    shards = ps.shard({"w": torch.ones(4)}, ps.LocalAxis())
+    state = PS.optim.sgd(0.1).init(shards)
+    adamw = PS.optim.adamw(0.1)
+    with pytest.raises(ValueError, match="of this very optimizer"):
+        adamw.update(shards, state, shards)
+
+
+def test_a_compiler_traces_a_schedule_once_for_all_lengths(
+    fresh_compiler: None,
+) -> None:
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    rate = torch.compile(
+        lambda step, steps: ps.optim.linear_schedule(0.0, 1.0, steps)(step),
+        backend=count,
+        fullgraph=True,
+    )
+    for steps in range(3, 9):
+        assert float(rate(torch.tensor(1), steps)) == pytest.approx(1 / steps)
+    assert len(graphs) == 2
 
 
 def test_a_microbatch_that_fails_is_described() -> None:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+import purestep as ps
 from purestep import LocalAxis, Shard, tree
 from purestep.tree.norms import SMALL_LEAF
 from purestep.tree.ops import format_leaf as describe_leaf
 from purestep.tree.traced import flatten_traced, unflatten_traced
 from purestep.tree.tracing import concrete
+from support.strategies import assert_same
 from support.torch_private import FakeTensorMode
 
 register: Any = optree.dataclasses.dataclass
@@ -439,6 +441,21 @@ def test_what_is_no_prefix_is_refused(prefix: Any, full: Any, compiled: bool) ->
         error = ValueError
     with pytest.raises(error):
         run(torch.ones(2))
+
+
+@pytest.mark.parametrize("empty", [{}, {"a": None}, [], None, {"b": ({}, None)}])
+def test_a_compiled_step_takes_empty_containers(empty: Any) -> None:
+    params = {"w": torch.zeros(3), "empty": empty}
+    sgd = ps.optim.sgd(0.1, momentum=0.9)
+    step = ps.make_update_step(
+        lambda p, m: m["x"] @ p["w"] - 1, sgd, weight_fn=lambda m: m["x"][:, 0]
+    )
+    args = params, sgd.init(params), [{"x": torch.ones(2, 3)}]
+    compiled = ps.compile(step, fullgraph=True, backend="eager")
+    new_params, *_ = compiled(*args)
+    expected, *_ = step(*args)
+    assert new_params["empty"] == empty
+    assert_same(new_params, expected)
 
 
 def test_containers_without_leaves_stay_in_a_trace() -> None:

@@ -368,7 +368,9 @@ def state_mismatch(init: Init, state: OptState, params: Params) -> str | None:
     expected_spec = tree.flatten(expected)[1]
     is_sharded = bool(tree.shard_specs(spec))
     needs_shards = bool(tree.shard_specs(expected_spec))
-    if needs_shards and not is_sharded:
+    is_alike = spec.type is expected_spec.type
+    is_alike = is_alike and spec.num_leaves == expected_spec.num_leaves
+    if needs_shards and not is_sharded and is_alike:
         return "params are sharded, and opt_state is not: call optimizer.init after ps.shard"
     if is_sharded and not needs_shards:
         return "opt_state is sharded, and params are not: call optimizer.init(params) of these"

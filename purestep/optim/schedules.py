@@ -267,7 +267,10 @@ def _check_steps(name: str, steps: int) -> None:
 
 def _check_whole(name: str, steps: Tensor | float) -> None:
     """Raises ValueError for a number that is not whole; tensors pass."""
-    if isinstance(steps, Tensor) or float(steps).is_integer():
+    # An int first: a compiler would make a constant of it. Infinity is a boundary that never comes.
+    if isinstance(steps, Tensor | int) or steps == math.inf:
+        return
+    if float(steps).is_integer():
         return
     hint = f"pass round({steps})"
     if 0 < steps < 1:

@@ -276,13 +276,15 @@ def _move_evaluations(
     """
     moved = []
     for observation in second:
-        if observation.evaluation is not None and batch is not None:
+        evaluation = observation.evaluation
+        if batch is not None and evaluation is not None and isfinite(evaluation):
             there = _evaluate_at(
                 problem, observation.averages or observation.params, batch
             )
             here = _evaluate_at(problem, first.averages or first.params, batch)
-            evaluation = observation.evaluation - there + here
-            observation = observation._replace(evaluation=evaluation)
+            if isfinite(there) and isfinite(here):
+                evaluation = evaluation - there + here
+                observation = observation._replace(evaluation=evaluation)
         moved.append(observation)
     return moved
 

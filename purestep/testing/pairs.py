@@ -313,7 +313,7 @@ def draw_interrupted(
     elif act == "save":
         interruption = _Interruption(act, "saved")
     elif can_skip and draw.one([False, True]):
-        spoilt = _draw_nonfinite_batch(draw, capabilities, batch)
+        spoilt = _draw_nonfinite_batch(draw, capabilities, batch, keyed=keyed)
         interruption = _draw_nonfinite_update(draw, batch, spoilt, size)
     else:
         interruption = _draw_empty_update(draw, capabilities, batch, size)
@@ -343,19 +343,20 @@ def draw_interrupted(
 
 
 def _draw_nonfinite_batch(
-    draw: Draw, capabilities: Capabilities, batch: Batch
+    draw: Draw, capabilities: Capabilities, batch: Batch, *, keyed: bool
 ) -> Batch:
     """Draws a microbatch of which gradients are not finite, by one token that counts.
 
-    Its target is NaN or infinite, and so are all gradients. Or it is finite, but so large that the
-    gradient of the first weight overflows, where that of the bias does not.
+    Its target is NaN or infinite, and so are all gradients. Or, in float64, it is finite, but so
+    large that the gradient of the first weight overflows, where that of the bias does not. It is
+    not with ``keyed``, where the element that makes it overflow may be dropped.
     """
     token = tuple(batch["w"].nonzero()[0])
     targets = batch["y"].clone()
     inputs = batch["x"].clone()
     bad_targets = [math.nan, math.inf]
-    if not capabilities.is_coarse:
-        # A trainer in bfloat16 may add in float32, where this does not overflow.
+    if capabilities.dtype == torch.float64 and not keyed:
+        # A trainer in float32 may compute in float64, where this does not overflow.
         bad_targets.append(torch.finfo(targets.dtype).max / 4)
     bad_target = draw.one(bad_targets)
     targets[token] = bad_target

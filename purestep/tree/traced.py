@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from optree.utils import total_order_sorted
 
 from purestep.tree.shard import NAMESPACE
 from purestep.types import Tree
@@ -21,7 +22,7 @@ class TracedSpec(NamedTuple):
 
     Args:
         type: the class of the node; None for a leaf.
-        metadata: what the class needs to build a node; of a dict its keys, in their own order.
+        metadata: what the class needs to build a node; of a dict its keys, in the dict's order.
         names: the entries of the children.
         nodes: the specs of the children.
         build_node: ``build_node(metadata, children)`` makes the node again, but for a dict.
@@ -86,12 +87,19 @@ def _flatten_nodes(
 def _flatten_container(
     node: Tree, is_leaf: Callable[..., bool] | None, leaves: list[Any]
 ) -> TracedSpec:
-    children, metadata, entries, build_node = optree.tree_flatten_one_level(
-        node, is_leaf, namespace=NAMESPACE
-    )
+    children: Sequence[Tree]
+    metadata: Any
+    build_node: Any
     if type(node) is dict:
-        # Instead of optree's metadata, which another function makes in a trace than reads it.
+        # Not by optree, which a compiler takes for a constant if the dict is empty.
+        entries = tuple(total_order_sorted(node))
+        children = [node[key] for key in entries]
         metadata = tuple(node)
+        build_node = None
+    else:
+        children, metadata, entries, build_node = optree.tree_flatten_one_level(
+            node, is_leaf, namespace=NAMESPACE
+        )
     num_leaves_before = len(leaves)
     nodes = tuple(_flatten_nodes(children, is_leaf, leaves))
     num_leaves = len(leaves) - num_leaves_before
