@@ -6,6 +6,7 @@ imported, functions of ``atexit`` do not run, and what Python and torch read fro
 start is that of the tests. Programs for which that matters run in a new interpreter.
 """
 
+import multiprocessing
 import os
 import runpy
 import signal
@@ -105,6 +106,8 @@ def _run(command: Command) -> None:
         file = os.open(path, os.O_WRONLY | os.O_TRUNC)
         os.dup2(file, number)
         os.close(file)
+    # Python's default, not that of the process from which this one is forked.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(command.variables)
     os.chdir(command.folder)
