@@ -18,15 +18,22 @@ MANY_TESTS = 200
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Lets Python look for garbage less often, and starts the process that others are forked from.
+    """Lets Python look for garbage less often.
 
     The test modules hold half a million objects. To look through all of them took 7 % of the time.
     They are not frozen: Hypothesis 6.100 then sees no owner of NumPy's generator, and warns.
-
-    The process imports what takes seconds once for all tests, if these are many.
     """
+    del session
     gc.collect()
     gc.set_threshold(100_000, 50, 1000)
-    if len(session.items) > MANY_TESTS:
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _start_server_of_forks(request: pytest.FixtureRequest) -> None:
+    """Starts the process that others are forked from, if there are many tests.
+
+    It imports what takes seconds once for all of them.
+    """
+    if len(request.session.items) > MANY_TESTS:
         CONTEXT.set_forkserver_preload([*IMPORTED, "tests.model_families"])
         forkserver.ensure_running()
