@@ -72,7 +72,7 @@ _KEYWORDS = {
         "loss_fn calls the module: take params, apply = ps.from_module(module)"
     ),
 }
-"""What stands here for arguments of trainers, by a pattern of their names."""
+"""Advice for keywords that other trainers take, by a pattern of the name."""
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

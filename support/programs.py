@@ -21,7 +21,7 @@ from purestep.testing.processes import CONTEXT, IMPORTED
 
 
 class Command(NamedTuple):
-    """What a process is to run, as if by ``python *arguments`` in ``folder``.
+    """Describes a run of ``python *arguments`` in ``folder``.
 
     The arguments begin with ``-m MODULE`` or ``-c PROGRAM``. ``stdout`` and ``stderr`` are files.
     """

@@ -91,7 +91,7 @@ _OTHER_NAMES = {
     "MultiSteps": "pass all microbatches of an update to one step",
     "clip": "write clip_by_global_norm(max_norm)",
 }
-"""What stands here for names of optax and torch.optim."""
+"""The names here of what optax and torch.optim call otherwise."""
 
 if not TYPE_CHECKING:  # A checker would take any name for defined.
 
