@@ -13,9 +13,11 @@ import torch
 
 from purestep.tree.shard import NAMESPACE, Shard, ShardSpec, ShardSpecs
 from purestep.tree.traced import (
+    Node,
     TracedSpec,
     build_container,
     flatten_traced,
+    is_same_node,
     unflatten_traced,
 )
 from purestep.types import Tree
@@ -64,14 +66,14 @@ def _build_pruned(spec: TreeSpec, leaves: Iterator[Any]) -> Tree:
     if all(builtins.map(is_empty, children)):
         return ()
     if isinstance(spec, TracedSpec):
-        return build_container(spec, children)
+        return build_container(spec.node, children)
     return spec.one_level().unflatten(children)
 
 
 def shard_specs(spec: TreeSpec) -> ShardSpecs:
     """Returns how each leaf is sharded, None for a leaf that is not; ``()`` if none is."""
     if isinstance(spec, TracedSpec):
-        specs = _traced_shard_specs(spec)
+        specs = _traced_shard_specs(spec.node)
     elif spec.namespace:
         unsharded: list[list[None]] = [[None]] * spec.num_leaves
         specs = spec.walk(unsharded, _collect_shard_specs)
@@ -95,12 +97,14 @@ def _collect_shard_specs(
     return [inner.within(metadata) if inner else metadata for inner in specs]
 
 
-def _traced_shard_specs(spec: TracedSpec) -> list[ShardSpec | None]:
-    """Returns how each leaf of a spec is sharded, None for others."""
-    if spec.is_leaf():
+def _traced_shard_specs(node: Node) -> list[ShardSpec | None]:
+    """Returns how each leaf below a node is sharded, None for others."""
+    if node is None:
         return [None]
-    children = [_traced_shard_specs(child) for child in spec.nodes]
-    return _collect_shard_specs(spec.type, spec.metadata, children)
+    node_type, metadata, _, children, _, _ = node
+    return _collect_shard_specs(
+        node_type, metadata, [*builtins.map(_traced_shard_specs, children)]
+    )
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -190,14 +194,7 @@ def is_same_spec(one: TreeSpec, other: TreeSpec) -> bool:
     """
     if not isinstance(one, TracedSpec):
         return bool(one == other)
-    if one is other:
-        return True
-    if one.type is not other.type or one.names != other.names:
-        return False
-    # A dict's metadata is the order of its keys.
-    if one.type is not dict and one.metadata != other.metadata:
-        return False
-    return all(builtins.map(is_same_spec, one.nodes, other.nodes))
+    return is_same_node(one.node, other.node)
 
 
 def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:

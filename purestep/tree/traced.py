@@ -1,62 +1,72 @@
 """Flattens trees while a compiler traces.
 
 There, a call of optree is traced as Python: 400 instructions for each leaf, most of which look up
-that a tensor is a leaf, and make a spec of it. These functions take 30.
+that a tensor is a leaf, and make a spec of it. These functions take 25.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
-import torch
 from optree.utils import total_order_sorted
+from torch import Tensor
 
 from purestep.tree.shard import NAMESPACE
 from purestep.types import Tree
 
+Node: TypeAlias = tuple[Any, ...] | None
+"""A container of a tree; None is a leaf.
+
+It is ``(type, metadata, names, children, build_node, num_leaves)``: its class, what the class needs
+to build it again (of a dict its keys, in the dict's order), the entries of its children, their
+nodes, ``build_node(metadata, children)``, and the number of leaves below. A plain tuple, since a
+trace takes 35 instructions to make an object of a class.
+"""
+
+
+PLAIN = dict, list, tuple
+"""Containers that are not looked up in optree's registry."""
+
 
 class TracedSpec(NamedTuple):
-    """Holds the containers of a tree without its leaves, as an ``optree.PyTreeSpec`` does.
+    """Holds the containers of a tree without its leaves, as an ``optree.PyTreeSpec`` does."""
 
-    Args:
-        type: the class of the node; None for a leaf.
-        metadata: what the class needs to build a node; of a dict its keys, in the dict's order.
-        names: the entries of the children.
-        nodes: the specs of the children.
-        build_node: ``build_node(metadata, children)`` makes the node again, but for a dict.
-        num_leaves: in the whole tree below.
-    """
+    node: Node
 
-    type: Any
-    metadata: Any
-    names: tuple[Any, ...]
-    nodes: tuple[TracedSpec, ...]
-    build_node: Any
-    num_leaves: int
+    @property
+    def type(self) -> Any:
+        return None if self.node is None else self.node[0]
+
+    @property
+    def metadata(self) -> Any:
+        return None if self.node is None else self.node[1]
+
+    @property
+    def num_leaves(self) -> int:
+        return 1 if self.node is None else self.node[5]
 
     @property
     def num_children(self) -> int:
-        return len(self.nodes)
+        return len(self.children())
 
     def is_leaf(self) -> bool:
-        return self.type is None
+        return self.node is None
 
     def entries(self) -> list[Any]:
         """Returns the keys, indices or fields of the children."""
-        return list(self.names)
+        return [] if self.node is None else list(self.node[2])
 
     def children(self) -> list[TracedSpec]:
         """Returns the specs of the children."""
-        return list(self.nodes)
+        if self.node is None:
+            return []
+        return [TracedSpec(child) for child in self.node[3]]
 
     def child(self, index: int) -> TracedSpec:
         """Returns the spec of one child."""
-        return self.nodes[index]
-
-
-LEAF = TracedSpec(None, None, (), (), None, 1)
+        return self.children()[index]
 
 
 def flatten_traced(
@@ -64,48 +74,61 @@ def flatten_traced(
 ) -> tuple[list[Any], TracedSpec]:
     """Returns the leaves of a tree, in the order of optree's, and its containers."""
     leaves: list[Any] = []
-    (spec,) = _flatten_nodes([tree], is_leaf, leaves)
-    return leaves, spec
+    (node,) = _flatten_each([tree], is_leaf, leaves)
+    return leaves, TracedSpec(node)
 
 
-def _flatten_nodes(
-    nodes: Sequence[Tree], is_leaf: Callable[..., bool] | None, leaves: list[Any]
-) -> list[TracedSpec]:
-    """Returns the containers of each node, and appends their leaves to ``leaves``."""
-    specs = []
-    for node in nodes:
-        if isinstance(node, torch.Tensor) or optree.tree_is_leaf(
-            node, is_leaf, namespace=NAMESPACE
+def _flatten_each(
+    trees: Sequence[Tree], is_leaf: Callable[..., bool] | None, leaves: list[Any]
+) -> list[Node]:
+    """Returns the node of each tree, and appends their leaves to ``leaves``."""
+    nodes: list[Node] = []
+    for tree in trees:
+        if (
+            isinstance(tree, Tensor)
+            or (
+                type(tree) not in PLAIN
+                and optree.tree_is_leaf(tree, namespace=NAMESPACE)
+            )
+            or (is_leaf is not None and is_leaf(tree))
         ):
-            leaves.append(node)
-            specs.append(LEAF)
+            leaves.append(tree)
+            nodes.append(None)
         else:
-            specs.append(_flatten_container(node, is_leaf, leaves))
-    return specs
+            nodes.append(_flatten_container(tree, is_leaf, leaves))
+    return nodes
 
 
 def _flatten_container(
-    node: Tree, is_leaf: Callable[..., bool] | None, leaves: list[Any]
-) -> TracedSpec:
+    tree: Tree, is_leaf: Callable[..., bool] | None, leaves: list[Any]
+) -> Node:
     children: Sequence[Tree]
-    metadata: Any
-    build_node: Any
-    if type(node) is dict:
-        # Not by optree, which a compiler takes for a constant if the dict is empty.
-        entries = tuple(total_order_sorted(node))
-        children = [node[key] for key in entries]
-        metadata = tuple(node)
-        build_node = None
+    names: tuple[Any, ...]
+    metadata: Any = None
+    build_node: Any = None
+    if type(tree) is dict:
+        names = tuple(_sort(tree))
+        children = [tree[name] for name in names]
+        metadata = tuple(tree)
+    elif type(tree) in PLAIN:
+        children = tree
+        names = tuple(range(len(tree)))
     else:
-        children, metadata, entries, build_node = optree.tree_flatten_one_level(
-            node, is_leaf, namespace=NAMESPACE
+        children, metadata, names, build_node = optree.tree_flatten_one_level(
+            tree, namespace=NAMESPACE
         )
     num_leaves_before = len(leaves)
-    nodes = tuple(_flatten_nodes(children, is_leaf, leaves))
+    nodes = tuple(_flatten_each(children, is_leaf, leaves))
     num_leaves = len(leaves) - num_leaves_before
-    return TracedSpec(
-        type(node), metadata, tuple(entries), nodes, build_node, num_leaves
-    )
+    return type(tree), metadata, names, nodes, build_node, num_leaves
+
+
+def _sort(keys: Iterable[Any]) -> list[Any]:
+    """Sorts as optree does; keys that do not compare, such as 1 and "a", it sorts by type first."""
+    try:
+        return sorted(keys)
+    except TypeError:
+        return total_order_sorted(keys)
 
 
 def unflatten_traced(spec: TracedSpec, leaves: Sequence[Any]) -> Tree:
@@ -114,25 +137,43 @@ def unflatten_traced(spec: TracedSpec, leaves: Sequence[Any]) -> Tree:
         raise ValueError(
             f"{len(leaves)} leaves for a tree of {spec.num_leaves}: pass a value for each leaf"
         )
-    (tree,) = _build_nodes([spec], iter(leaves))
+    (tree,) = _build_each([spec.node], iter(leaves))
     return tree
 
 
-def _build_nodes(specs: Sequence[TracedSpec], leaves: Iterator[Any]) -> list[Tree]:
-    nodes = []
-    for spec in specs:
-        if spec.type is None:
-            nodes.append(next(leaves))
+def _build_each(nodes: Sequence[Node], leaves: Iterator[Any]) -> list[Tree]:
+    trees = []
+    for node in nodes:
+        if node is None:
+            trees.append(next(leaves))
         else:
-            nodes.append(build_container(spec, _build_nodes(spec.nodes, leaves)))
-    return nodes
+            trees.append(build_container(node, _build_each(node[3], leaves)))
+    return trees
 
 
-def build_container(spec: TracedSpec, children: Sequence[Any]) -> Any:
-    """Builds the node at the top of a spec over these children; a dict keeps the order of keys."""
-    if spec.type is not dict:
-        return spec.build_node(spec.metadata, children)
-    container = dict.fromkeys(spec.metadata)
-    for key, child in zip(spec.names, children, strict=True):
-        container[key] = child
+def build_container(node: Node, children: Sequence[Any]) -> Any:
+    """Builds the container of a node over these children; a dict keeps the order of its keys."""
+    assert node is not None
+    node_type, metadata, names, _, build_node, _ = node
+    if build_node is not None:
+        return build_node(metadata, children)
+    if node_type is not dict:
+        return node_type(children)
+    container = dict.fromkeys(metadata)
+    for name, child in zip(names, children, strict=True):
+        container[name] = child
     return container
+
+
+def is_same_node(one: Node, other: Node) -> bool:
+    """Returns whether two trees have the same containers; dicts may differ in the order of keys."""
+    if one is None or other is None:
+        return one is other
+    node_type, metadata, names, children, _, _ = one
+    other_type, other_metadata, other_names, other_children, _, _ = other
+    if node_type is not other_type or names != other_names:
+        return False
+    # A dict's metadata is the order of its keys.
+    if node_type is not dict and metadata != other_metadata:
+        return False
+    return all(map(is_same_node, children, other_children))
