@@ -13,6 +13,9 @@ if "PURESTEP_TESTS_JAX" not in os.environ:
     # A process that has imported JAX warns when it forks. tests/test_jax.py runs these alone.
     collect_ignore += ["purestep/testing/jax_loops.py", "tests/test_jax_loop.py"]
 
+USED = ["torch._dynamo.backends.common", "support.ranks", "tests.model_families"]
+"""What many of the forked processes import, beside what ``World`` does."""
+
 MANY_TESTS = 200
 """A run of more tests has some that start processes."""
 
@@ -35,5 +38,5 @@ def _start_server_of_forks(request: pytest.FixtureRequest) -> None:
     It imports what takes seconds once for all of them.
     """
     if len(request.session.items) > MANY_TESTS:
-        CONTEXT.set_forkserver_preload([*IMPORTED, "tests.model_families"])
+        CONTEXT.set_forkserver_preload([*IMPORTED, *USED, "support.frozen"])
         forkserver.ensure_running()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from purestep import tree
+from purestep.nn.rebuild import members_of
 from purestep.torch_private import backward_hooks_of, has_additive_masks
 
 
@@ -50,8 +51,8 @@ def inspected_methods(module: Module) -> list[tuple[type[Module], str]]:
     """
     methods = [(type(module), "register_buffer")]
     for cls in {type(part): None for part in module.modules()}:
-        for name, _ in inspect.getmembers_static(cls, inspect.isfunction):
-            if "_chunk" in name:
+        for name, member in members_of(cls).items():
+            if "_chunk" in name and inspect.isfunction(member):
                 methods.append((cls, name))
     return methods
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
-from inspect import Signature, getmembers_static, signature
+from inspect import Signature, signature
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -251,7 +251,9 @@ class _RecipeBuilder:
         """
         for number, obj in enumerate(self._objects):
             owner = self._positions[id(obj)]
-            for name, method in getmembers_static(type(obj), _is_cached_function):
+            for name, method in members_of(type(obj)).items():
+                if type(method) is not _CACHED:
+                    continue
                 bind = partial(_bind, method.__wrapped__)
                 position = self._add_derived(bind, [owner])
                 self.recipe.entries.append((number, name, position))
@@ -387,9 +389,16 @@ def _bind(function: Any, owner: Any) -> Any:
     return function.__get__(owner)
 
 
-def _is_cached_function(member: Any) -> bool:
-    """Returns whether a member of a class is a function with ``cache`` or ``lru_cache``."""
-    return type(member) is _CACHED
+def members_of(cls: type) -> dict[str, Any]:
+    """Returns what a class has, inherited or not, by name: without calling its descriptors.
+
+    >>> type(members_of(Module)["children"])
+    <class 'function'>
+    """
+    members: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        members.update(vars(base))
+    return members
 
 
 class _Rule(NamedTuple):
