@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -24,13 +25,15 @@ def spec(
     and the loss before the update. Without weight, loss and gradients are NaN.
     """
     weights = batch["w"].to(torch.float64)
-    num_tokens = weights.sum()
+    leaves, spec_of_params = optree.tree_flatten(params)
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
 
-    def mean_loss(params: Any) -> Any:
-        return (weights * loss_fn(params, batch)).sum() / num_tokens
+    losses = loss_fn(optree.tree_unflatten(spec_of_params, leaves), batch)
+    loss = (weights * losses).sum() / weights.sum()
+    grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
 
-    grads, loss = torch.func.grad_and_value(mean_loss)(params)
-    return update(grads, opt_state, params), grads, loss
+    grads_tree = optree.tree_unflatten(spec_of_params, grads)
+    return update(grads_tree, opt_state, params), grads_tree, loss.detach()
 
 
 class ReferenceTrainer:
