@@ -69,8 +69,10 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 # Without bytecode, which takes half of the time: Python writes that of modules which it imports.
+# A new pip first: it installs in two thirds of the time that Python's own needs.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt -U pip
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[examples,huggingface,dev]'
 	touch $@
 

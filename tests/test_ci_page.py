@@ -75,6 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
         "OMP_NUM_THREADS": "1",
         "PIP_NO_INDEX": "1",
         "PIP_NO_BUILD_ISOLATION": "0",  # Means that there is no isolation.
+        "PIP_NO_COMPILE": "1",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
     empty = home / "empty"
