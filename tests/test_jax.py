@@ -10,7 +10,9 @@ FILES = ["tests/test_jax_loop.py", "purestep/testing/jax_loops.py"]
 
 
 def test_trainers_in_jax() -> None:
-    command = ["-m", "pytest", "-qp", "no:cacheprovider", *FILES]
+    # purestep is imported before pytest starts.
+    options = ["-qp", "no:cacheprovider", "-W", "ignore:Module already imported"]
+    command = ["-m", "pytest", *options, *FILES]
     variables = {**os.environ, "PURESTEP_TESTS_JAX": "1"}
     run = run_program(command, ROOT, variables)
     assert run.returncode == 0, run.stdout
