@@ -118,3 +118,10 @@ def resolve_tp_plan(model: Any, config: Any) -> dict[str, str]:
     plan, *_ = model._resolve_parallel_plans(config)
     resolved: dict[str, str] = plan
     return resolved
+
+
+def count_cached_graphs() -> int:
+    """Returns how many graphs the compiler has found in its cache on the disk."""
+    from torch._dynamo.utils import counters
+
+    return counters["aot_autograd"]["autograd_cache_hit"]

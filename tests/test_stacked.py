@@ -14,6 +14,7 @@ from purestep.stacked import Stacked
 from support.optimizers import CAPTURE
 from support.purity import storages_in
 from support.strategies import assert_same
+from support.torch_private import count_cached_graphs
 
 OPTIMIZER = ps.optim.adamw(0.1)
 PARAMS = {"w": torch.tensor([[1.0, -2.0, 0.5], [0.5, 1.0, -1.0]]), "b": torch.ones(2)}
@@ -187,6 +188,29 @@ def test_inductor_writes_a_stacked_group_over_what_is_donated() -> None:
         assert storages_in(state) == before
         for leaf, other in zip(tree.leaves(state), tree.leaves(expected), strict=True):
             torch.testing.assert_close(leaf, other)
+
+
+def test_a_stacked_group_is_cached_by_what_its_loop_computes(
+    fresh_compiler: None,
+) -> None:
+    """The third compilation reads the graph of the first, and not that of another loss."""
+    group = make_group(2)
+    state = PARAMS, OPTIMIZER.init(PARAMS)
+    hits = []
+    for scale in (2.0, 3.0, 2.0):
+
+        def scaled(params: Any, microbatch: Any, scale: float = scale) -> Tensor:
+            return scale * loss_fn(params, microbatch)
+
+        torch.compiler.reset()
+        step = ps.make_update_step(scaled, OPTIMIZER)
+        before = count_cached_graphs()
+        *_, metrics = ps.compile(step, fullgraph=True)(*state, ps.stack(group))
+        hits.append(count_cached_graphs() - before)
+        *_, expected = step(*state, group)
+        torch.testing.assert_close(metrics.loss, expected.loss)
+        torch.testing.assert_close(metrics.grad_norm, expected.grad_norm)
+    assert hits[2] > 0
 
 
 def test_a_transform_around_a_compiled_step_unrolls_the_group() -> None:

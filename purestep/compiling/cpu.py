@@ -49,13 +49,17 @@ COSTLY = frozenset(
 """Operations that take as long as many sums and products."""
 
 
+SCAN = "torch.ops.higher_order.scan"
+"""The name by which inductor knows the loop over a stacked group."""
+
+
 def inductor_options() -> dict[str, Any]:
     """Returns options of ``torch.compile``, among them the rewrites of graphs for CPUs.
 
     ``cpp_wrapper`` is True unless there is an accelerator or a process group.
 
     >>> sorted(inductor_options())
-    ['cpp_wrapper', 'post_grad_custom_post_pass']
+    ['cpp_wrapper', 'post_grad_custom_post_pass', 'unsafe_marked_cacheable_functions']
     """
     has_ranks = distributed.is_available() and distributed.is_initialized()
     has_accelerator = torch.accelerator.is_available()
@@ -63,6 +67,9 @@ def inductor_options() -> dict[str, Any]:
     return {
         "cpp_wrapper": not (has_accelerator or has_ranks),
         "post_grad_custom_post_pass": rewrites,
+        # torch caches no graph with a loop that is not named here, and compiles a stacked group
+        # again in each process. The key of its cache has the body: another loss is another graph.
+        "unsafe_marked_cacheable_functions": {SCAN: torch.__version__},
     }
 
 
