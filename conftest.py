@@ -14,7 +14,7 @@ if "PURESTEP_TESTS_JAX" not in os.environ:
     collect_ignore += ["purestep/testing/jax_loops.py", "tests/test_jax_loop.py"]
 
 USED = ["torch._dynamo.backends.common", "support.ranks", "tests.model_families"]
-"""What many of the forked processes import, beside what ``World`` does."""
+"""Modules that many tests import in forked processes. ``IMPORTED`` has those of all worlds."""
 
 MANY_TESTS = 200
 """A run of more tests has some that start processes."""

@@ -93,6 +93,9 @@ scan: Callable[..., tuple[Any, Any]] = _private("_higher_order_ops.scan")
 results must be known beforehand.
 """
 
+SCAN_NAME = "torch.ops.higher_order.scan"
+"""The name of this loop in inductor's options."""
+
 
 def let_length_vary(tensor: Tensor) -> None:
     """Marks a tensor for the compiler: the size of dimension 0 varies, and the others do not."""

@@ -439,7 +439,7 @@ def _source_of(node: Any) -> Any:
 
 
 _SQUASHING = {"softmax": "SoftmaxBackward0", "sigmoid": "SigmoidBackward0"}
-"""The names of autograd nodes, by the function that turns logits into probabilities."""
+"""Functions that turn logits into probabilities, and the names of their autograd nodes."""
 
 _PASSES_VALUES = re.compile(
     "(UnsafeView|View|ReshapeAlias|ToCopy|Clone|Transpose|T|Permute|Squeeze|Unsqueeze"

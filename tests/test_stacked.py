@@ -193,7 +193,7 @@ def test_inductor_writes_a_stacked_group_over_what_is_donated() -> None:
 def test_a_stacked_group_is_cached_by_what_its_loop_computes(
     fresh_compiler: None,
 ) -> None:
-    """The third compilation reads the graph of the first, and not that of another loss."""
+    """Another loss is another graph. The first loss, compiled again, finds its graph."""
     group = make_group(2)
     state = PARAMS, OPTIMIZER.init(PARAMS)
     hits = []

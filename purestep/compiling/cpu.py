@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed, library
 from torch.fx import Graph, Node
 
-from purestep.torch_private import graph_pass, onednn_linear
+from purestep.torch_private import SCAN_NAME, graph_pass, onednn_linear
 
 _aten = torch.ops.aten
 
@@ -49,10 +49,6 @@ COSTLY = frozenset(
 """Operations that take as long as many sums and products."""
 
 
-SCAN = "torch.ops.higher_order.scan"
-"""The name by which inductor knows the loop over a stacked group."""
-
-
 def inductor_options() -> dict[str, Any]:
     """Returns options of ``torch.compile``, among them the rewrites of graphs for CPUs.
 
@@ -69,7 +65,7 @@ def inductor_options() -> dict[str, Any]:
         "post_grad_custom_post_pass": rewrites,
         # torch caches no graph with a loop that is not named here, and compiles a stacked group
         # again in each process. The key of its cache has the body: another loss is another graph.
-        "unsafe_marked_cacheable_functions": {SCAN: torch.__version__},
+        "unsafe_marked_cacheable_functions": {SCAN_NAME: torch.__version__},
     }
 
 

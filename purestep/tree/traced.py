@@ -25,7 +25,6 @@ nodes, ``build_node(metadata, children)``, and the number of leaves below. A pla
 trace takes 35 instructions to make an object of a class.
 """
 
-
 PLAIN = dict, list, tuple
 """Containers that are not looked up in optree's registry."""
 
@@ -38,10 +37,6 @@ class TracedSpec(NamedTuple):
     @property
     def type(self) -> Any:
         return None if self.node is None else self.node[0]
-
-    @property
-    def metadata(self) -> Any:
-        return None if self.node is None else self.node[1]
 
     @property
     def num_leaves(self) -> int:
