@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Draw:
         scope = (*self.scope, self.count)
         draws = []
         for i in range(self.one(numbers)):
-            draws.append(replace(self, scope=(*scope, i), count=0))
+            draws.append(Draw(self.choices, self.rng, self.used, (*scope, i)))
         return draws
 
     def order(self, items: Sequence[T]) -> list[T]:

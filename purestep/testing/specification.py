@@ -165,5 +165,7 @@ def _pad_rows(x: Tensor, length: int, fill: int) -> Tensor:
         return x
     num_rows, old_length, *features = x.shape
     missing = length - old_length
+    if not missing:
+        return x
     padding = x.new_full((num_rows, missing, *features), fill)
     return torch.cat([x, padding], 1)

@@ -180,9 +180,11 @@ def _select(x: Tensor, dim: int, numbers: Sequence[int], fill: float) -> Tensor:
     if not numbers or dim >= x.ndim:
         return x
     index = torch.tensor(numbers)
-    ignored = index < 0
     selected = x.index_select(dim, index.clamp(min=0))
-    return selected.index_fill_(dim, ignored.nonzero().flatten(), fill)
+    if -1 in numbers:
+        ignored = (index < 0).nonzero().flatten()
+        selected.index_fill_(dim, ignored, fill)
+    return selected
 
 
 def microbatches(
@@ -235,8 +237,7 @@ def microbatches(
     if difference == "unequal tokens" and _are_equal(totals):
         # The sum of the weights may stay a power of two.
         added = sum(totals) if capabilities.is_coarse else 1
-        for _ in range(added):
-            _add_weight(rows[-1], capabilities)
+        _add_weight(rows[-1], capabilities, added)
     batch = _draw_batch(draw, capabilities, rows)
     if keyed:
         batch["key"] = torch.arange(len(rows))
@@ -309,7 +310,7 @@ def _fix_empty(
             for row in rows:
                 row.weights = [0] * len(row.weights)
         elif _total(rows) == 0:
-            _add_weight(rows[0], capabilities)
+            _add_weight(rows[0], capabilities, 1)
 
 
 def _equalize_sizes(groups: list[Rows]) -> None:
@@ -356,31 +357,37 @@ def _total(rows: Rows) -> int:
     return sum(row.total for row in rows)
 
 
-def _add_weight(row: Row, capabilities: Capabilities) -> None:
-    """Adds 1 to the weight of a row, in place, at its first token with weight, or else its first.
+def _add_weight(row: Row, capabilities: Capabilities, amount: int) -> None:
+    """Adds to the weight of a row, in place, at its first token with weight, or else its first.
 
-    If weights are at most 1, a row that has weight gets one more token instead.
+    If weights are at most 1, the row gets more tokens where that one has weight already.
     """
     counted = [i for i, weight in enumerate(row.weights) if weight]
     first = counted[0] if counted else 0
-    if counted and _has_mask(capabilities):
-        row.append(1, row.values[first])
-    else:
-        row.weights[first] += 1
+    if not _has_mask(capabilities):
+        row.weights[first] += amount
+        return
+    num_tokens = amount
+    if not counted:
+        row.weights[first] = 1
+        num_tokens -= 1
+    row.weights += [1] * num_tokens
+    row.values += [row.values[first]] * num_tokens
 
 
 def _round_up_total(rows: Rows, capabilities: Capabilities) -> None:
     """Adds weights, in place, until their sum is a power of two.
 
-    Each row with weight gets 1 in turn, from the last row to the first. At least one row must have
-    weight.
+    All rows with weight get equally much, and the last ones 1 more where a remainder is left. At
+    least one row must have weight.
     """
     counted = [row for row in rows if row.total]
     counted.reverse()
     total = _total(rows)
-    for i in range(next_power_of_two(total) - total):
-        row = counted[i % len(counted)]
-        _add_weight(row, capabilities)
+    per_row, remainder = divmod(next_power_of_two(total) - total, len(counted))
+    for i, row in enumerate(counted):
+        amount = per_row + 1 if i < remainder else per_row
+        _add_weight(row, capabilities, amount)
 
 
 def _draw_batch(draw: Draw, capabilities: Capabilities, rows: Rows) -> Batch:

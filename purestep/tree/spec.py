@@ -101,7 +101,7 @@ def _traced_shard_specs(node: Node) -> list[ShardSpec | None]:
     """Returns how each leaf below a node is sharded, None for others."""
     if node is None:
         return [None]
-    node_type, metadata, _, children, _, _ = node
+    node_type, metadata, _, children, _ = node
     return _collect_shard_specs(
         node_type, metadata, [*builtins.map(_traced_shard_specs, children)]
     )

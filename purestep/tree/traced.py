@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import optree
 from optree.utils import total_order_sorted
-from torch import Tensor
+from torch import Tensor, nn
 
 from purestep.tree.shard import NAMESPACE
 from purestep.types import Tree
@@ -19,14 +19,16 @@ from purestep.types import Tree
 Node: TypeAlias = tuple[Any, ...] | None
 """A container of a tree; None is a leaf.
 
-It is ``(type, metadata, names, children, build_node, num_leaves)``: its class, what the class needs
-to build it again (of a dict its keys, in the dict's order), the entries of its children, their
-nodes, ``build_node(metadata, children)``, and the number of leaves below. A plain tuple, since a
-trace takes 35 instructions to make an object of a class.
+It is ``(type, metadata, names, children, build_node)``: its class, what the class needs to build it
+again (of a dict its keys, in the dict's order), the entries of its children, their nodes, and
+``build_node(metadata, children)``. A plain tuple, since a trace takes 35 instructions to make an
+object of a class.
 """
 
 PLAIN = dict, list, tuple
 """Containers that are not looked up in optree's registry."""
+
+TENSORS = frozenset((Tensor, nn.Parameter))
 
 
 class TracedSpec(NamedTuple):
@@ -40,7 +42,7 @@ class TracedSpec(NamedTuple):
 
     @property
     def num_leaves(self) -> int:
-        return 1 if self.node is None else self.node[5]
+        return count_leaves(self.node)
 
     @property
     def num_children(self) -> int:
@@ -69,14 +71,18 @@ def flatten_traced(
 ) -> tuple[list[Any], TracedSpec]:
     """Returns the leaves of a tree, in the order of optree's, and its containers."""
     leaves: list[Any] = []
-    (node,) = _flatten_each([tree], is_leaf, leaves)
+    (node,) = _flatten_each((tree,), is_leaf, leaves)
     return leaves, TracedSpec(node)
 
 
 def _flatten_each(
     trees: Sequence[Tree], is_leaf: Callable[..., bool] | None, leaves: list[Any]
-) -> list[Node]:
+) -> tuple[Node, ...]:
     """Returns the node of each tree, and appends their leaves to ``leaves``."""
+    # Most containers hold tensors alone. Of those, a trace takes no instruction for each.
+    if frozenset(map(type, trees)) <= TENSORS:
+        leaves.extend(trees)
+        return (None,) * len(trees)
     nodes: list[Node] = []
     for tree in trees:
         if (
@@ -91,7 +97,7 @@ def _flatten_each(
             nodes.append(None)
         else:
             nodes.append(_flatten_container(tree, is_leaf, leaves))
-    return nodes
+    return tuple(nodes)
 
 
 def _flatten_container(
@@ -103,7 +109,8 @@ def _flatten_container(
     build_node: Any = None
     if type(tree) is dict:
         names = tuple(_sort(tree))
-        children = [tree[name] for name in names]
+        # By map, and not by a comprehension, which a trace calls as a function.
+        children = tuple(map(tree.__getitem__, names))
         metadata = tuple(tree)
     elif type(tree) in PLAIN:
         children = tree
@@ -112,10 +119,8 @@ def _flatten_container(
         children, metadata, names, build_node = optree.tree_flatten_one_level(
             tree, namespace=NAMESPACE
         )
-    num_leaves_before = len(leaves)
-    nodes = tuple(_flatten_each(children, is_leaf, leaves))
-    num_leaves = len(leaves) - num_leaves_before
-    return type(tree), metadata, names, nodes, build_node, num_leaves
+    nodes = _flatten_each(children, is_leaf, leaves)
+    return type(tree), metadata, names, nodes, build_node
 
 
 def _sort(keys: Iterable[Any]) -> list[Any]:
@@ -126,13 +131,26 @@ def _sort(keys: Iterable[Any]) -> list[Any]:
         return total_order_sorted(keys)
 
 
+def count_leaves(node: Node) -> int:
+    """Returns the number of leaves below a node."""
+    if node is None:
+        return 1
+    _, _, _, children, _ = node
+    return sum(count_leaves(child) for child in children)
+
+
 def unflatten_traced(spec: TracedSpec, leaves: Sequence[Any]) -> Tree:
     """Builds a tree from its containers and leaves; raises ValueError for another number."""
-    if len(leaves) != spec.num_leaves:
+    rest = iter(leaves)
+    try:
+        (tree,) = _build_each([spec.node], rest)
+        is_exhausted = next(rest, rest) is rest
+    except StopIteration:
+        is_exhausted = False
+    if not is_exhausted:
         raise ValueError(
             f"{len(leaves)} leaves for a tree of {spec.num_leaves}: pass a value for each leaf"
         )
-    (tree,) = _build_each([spec.node], iter(leaves))
     return tree
 
 
@@ -149,7 +167,7 @@ def _build_each(nodes: Sequence[Node], leaves: Iterator[Any]) -> list[Tree]:
 def build_container(node: Node, children: Sequence[Any]) -> Any:
     """Builds the container of a node over these children; a dict keeps the order of its keys."""
     assert node is not None
-    node_type, metadata, names, _, build_node, _ = node
+    node_type, metadata, names, _, build_node = node
     if build_node is not None:
         return build_node(metadata, children)
     if node_type is not dict:
@@ -164,8 +182,8 @@ def is_same_node(one: Node, other: Node) -> bool:
     """Returns whether two trees have the same containers; dicts may differ in the order of keys."""
     if one is None or other is None:
         return one is other
-    node_type, metadata, names, children, _, _ = one
-    other_type, other_metadata, other_names, other_children, _, _ = other
+    node_type, metadata, names, children, _ = one
+    other_type, other_metadata, other_names, other_children, _ = other
     if node_type is not other_type or names != other_names:
         return False
     # A dict's metadata is the order of its keys.
