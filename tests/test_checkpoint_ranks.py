@@ -115,9 +115,11 @@ def test_nothing_is_held_but_pieces(three: World, path: Path) -> None:
 
 ENDS = ["", "raise ValueError", "dist.destroy_process_group()"]
 PROGRAMS = f"""
-import os, sys, torch, torch.distributed as dist, purestep as ps, torch._dynamo
+import gc, os, sys, torch, torch.distributed as dist, purestep as ps, torch._dynamo
 import torch.distributed.checkpoint.state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
+# Else each child looks through all that was imported as it ends, for a second.
+gc.freeze()
 children = []
 for number in range(6):
     children.append(os.fork())
