@@ -11,7 +11,6 @@ import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import optree
@@ -43,6 +42,7 @@ from purestep.sync.leaving import KnownLaunches, again_if_gathers_vary
 from purestep.sync.replicas import Comparisons, Place, compare_replicas, place_of
 from purestep.sync.session import open_session
 from purestep.tree import foreach
+from purestep.tree.attributes import get_requires_grad
 from purestep.types import (
     Gather,
     GradAndValue,
@@ -59,8 +59,6 @@ from purestep.types import (
     WeightFn,
 )
 
-# Read of all leaves at each step.
-_REQUIRES_GRAD = attrgetter("requires_grad")
 _MISSING: Any = object()
 _NO_AXES: frozenset[Any] = frozenset()
 
@@ -484,23 +482,24 @@ def apply_update(
     {'w': tensor(1.)}
     """
     try:
+        if not tree.is_plain_eager():
+            return _apply_recorded(
+                optimizer, grads, opt_state, params, applied, writes_in_graph
+            )
         leaves, spec = tree.flatten((params, opt_state))
         params_spec = spec.child(0)
+        # The optimizer says which gradients do not match.
+        matching_grads = tree.tensors_matching(params_spec, grads) or []
         # By map: an optimizer's leaves are four for each param, and a loop takes twice as long.
-        if not tree.is_plain_eager() or any(
-            # The optimizer says which gradients do not match.
-            map(
-                _REQUIRES_GRAD,
-                leaves + (tree.tensors_matching(params_spec, grads) or []),
-            )
-        ):
+        if any(map(get_requires_grad, leaves + matching_grads)):
             return _apply_recorded(
                 optimizer, grads, opt_state, params, applied, writes_in_graph
             )
         num_params = params_spec.num_leaves
-        first_leaves = {"params": 0}
-        if len(leaves) > num_params:
-            first_leaves["opt_state"] = num_params
+        has_state = len(leaves) > num_params
+        first_leaves = (
+            {"params": 0, "opt_state": num_params} if has_state else {"params": 0}
+        )
         consumed: list[Tensor] = []
         for name, index in first_leaves.items():
             if validation.DONATED in leaves[index].__dict__:

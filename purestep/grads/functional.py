@@ -67,7 +67,7 @@ def functional_backward(
             params, inputs.microbatch, inputs.weights, inputs.denominators
         )
         # The denominators are sums of weights, which are detached.
-        tensors = tree.leaves((inputs.leaves, inputs.microbatch))
+        tensors = [*inputs.leaves, *tree.leaves(inputs.microbatch)]
         if not tree.may_be_differentiated(tensors):
             grads, result = detach_results(grads, result)
         add_grads(accumulator, grads, copy=copy)

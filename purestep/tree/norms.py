@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from purestep import torch_private
 from purestep.tree import foreach
+from purestep.tree.attributes import get_dtype
 from purestep.tree.shard import ShardSpecs, zero_padding
 from purestep.tree.spec import flatten, shard_specs
 from purestep.tree.tracing import (
@@ -70,7 +70,7 @@ def global_norm(tree: Tree) -> Tensor:
     if not leaves:
         return torch.zeros(())
     # ``map`` and ``reduce`` here and below: every step takes this norm, and loops take longer.
-    dtypes = {*map(attrgetter("dtype"), leaves)}
+    dtypes = frozenset(map(get_dtype, leaves))
     common_dtype = functools.reduce(torch.promote_types, dtypes)
     dtype = accumulation_dtype(common_dtype)
     specs = shard_specs(spec)
