@@ -6,7 +6,7 @@ from multiprocessing import forkserver
 
 import pytest
 
-import support.few_collections  # noqa: F401
+import support.quick_processes  # noqa: F401
 from purestep.testing.processes import CONTEXT, IMPORTED
 
 collect_ignore = []
@@ -38,6 +38,6 @@ def _start_server_of_forks(request: pytest.FixtureRequest) -> None:
     It imports what takes seconds once for all of them.
     """
     if len(request.session.items) > MANY_TESTS:
-        preload = ["support.few_collections", *IMPORTED, *USED, "support.frozen"]
+        preload = ["support.quick_processes", *IMPORTED, *USED, "support.frozen"]
         CONTEXT.set_forkserver_preload(preload)
         forkserver.ensure_running()
