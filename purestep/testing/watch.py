@@ -153,6 +153,8 @@ def _clone(batch: Batch) -> Batch:
 
 
 def _is_equal(x: Any, y: Any) -> bool:
+    if x is y:  # Such as True, or a dtype.
+        return True
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if x.dtype != y.dtype or x.shape != y.shape:
             return False
