@@ -24,7 +24,7 @@ from purestep.grads.microbatch import (
     MicrobatchInputs,
     MicrobatchResult,
 )
-from purestep.types import GradHook, LossFn, Tree
+from purestep.types import GradHook, LossFn, TokenCounts, Tree
 
 
 def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
@@ -43,16 +43,23 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
         params: Tree,
         totals: list[Tensor] | None,
         dtypes: list[torch.dtype],
-        *microbatch: Any,
-    ) -> tuple[list[Tensor], MicrobatchResult]:
+        microbatch: Any,
+        weights: Tensor | None,
+        denominators: TokenCounts | None,
+    ) -> tuple[list[Tensor], Any]:
+        result: Any
         grads, result = detach_results(
-            *microbatch_grads(loss_fn, grads_of, params, *microbatch)
+            *microbatch_grads(
+                loss_fn, grads_of, params, microbatch, weights, denominators
+            )
         )
-        new_totals = []
+        # For an input that it returns, a graph makes an alias, which takes ten microseconds.
+        if weights is not None and weights.device == result.weights.device:
+            result = result._replace(weights=None)
         if totals is None:
-            for grad, dtype in zip(grads, dtypes, strict=True):
-                new_totals.append(grad.to(dtype))
-            return new_totals, result
+            pairs = zip(grads, dtypes, strict=True)
+            return [grad.to(dtype) for grad, dtype in pairs], result
+        new_totals = []
         for total, grad in zip(totals, grads, strict=True):
             # Inductor drops what is written to a scalar on the host, so that is a new tensor.
             new_totals.append(total.add_(grad) if total.ndim else total + grad)
@@ -73,7 +80,6 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
             _check_eagerly(loss_fn, inputs)
         # A microbatch that ran without a graph leaves None where no gradient came.
         sums = None if is_first else zeros_for_missing(accumulator, inputs.leaves)
-        result: MicrobatchResult
         totals, result = run_graph(
             params,
             sums,
@@ -88,7 +94,10 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
         if on_grad_ready is not None:
             totals = [on_grad_ready(index, total) for index, total in enumerate(totals)]
         accumulator.values[:] = totals
-        return result
+        weights: Any = inputs.weights if result.weights is None else result.weights
+        return MicrobatchResult(
+            result.loss, weights, result.aux, result.depends_on_params
+        )
 
     otherwise = backward_of_compiled_loss(loss_fn, compile_)
     return graph.with_fallback(grad_fn, otherwise, warns=False)
