@@ -47,15 +47,19 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
         weights: Tensor | None,
         denominators: TokenCounts | None,
     ) -> tuple[list[Tensor], Any]:
-        result: Any
         grads, result = detach_results(
             *microbatch_grads(
                 loss_fn, grads_of, params, microbatch, weights, denominators
             )
         )
+        returned: Any = result.weights
         # For an input that it returns, a graph makes an alias, which takes ten microseconds.
-        if weights is not None and weights.device == result.weights.device:
-            result = result._replace(weights=None)
+        if weights is not None and weights.device == returned.device:
+            returned = None
+        # Not by ``_replace``, whose class torch 2.11's compiler does not find.
+        result = MicrobatchResult(
+            result.loss, returned, result.aux, result.depends_on_params
+        )
         if totals is None:
             pairs = zip(grads, dtypes, strict=True)
             return [grad.to(dtype) for grad, dtype in pairs], result
