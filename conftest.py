@@ -52,3 +52,9 @@ def _start_server_of_forks(request: pytest.FixtureRequest) -> None:
         preload = ["support.quick_processes", *IMPORTED, *USED, "support.frozen"]
         CONTEXT.set_forkserver_preload(preload)
         forkserver.ensure_running()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Lets the interpreter end as others do: libraries complain of what it does not free."""
+    gc.unfreeze()
