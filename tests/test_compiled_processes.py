@@ -39,7 +39,6 @@ def step_compiled_and_eager(axis: ps.Axis, group: list[Batch]) -> Any:
 
 
 def test_compiled_step(world: World) -> None:
-    """Without microbatches it is refused: it cannot be told what the others have."""
     groups = cut_batch(make_batch(8), [[5], [2, 1]])
     whole_batch = make_arguments(0)
     whole_batch["loss_fn"] = loss_with_aux
@@ -48,10 +47,6 @@ def test_compiled_step(world: World) -> None:
 
     for results in on_processes(world, Ranks(2), step_compiled_and_eager, groups):
         assert_same(results, [expected] * 2)
-
-    message = r"holds no microbatch.* give it a microbatch whose weights are zero"
-    with pytest.raises(AssertionError, match=message):
-        on_processes(world, Ranks(1), step_compiled_and_eager, [[]])
 
 
 def step_stacked_and_eager(axis: ps.Axis, group: list[Batch]) -> Any:
@@ -76,14 +71,17 @@ def test_compiled_step_of_stacked_groups(world: World) -> None:
         assert_same(results, [expected] * 2)
 
 
+def sum_squares(params: Any, x: Tensor) -> Tensor:
+    full = ps.unshard(params)
+    return (x @ full["w"] + full["b"]).square().sum(-1)
+
+
 def gather_compiled_and_eager(
     ranks: Any, rank: int, gather: Gather, fullgraph: bool
 ) -> Any:
-    """Steps over shards, compiled and eagerly.
+    """Steps over shards, compiled and eagerly; on a grid, shards lie along the second dimension.
 
-    ``fullgraph`` compiles all of the step, else its microbatches are compiled. torch's
-    own compiler does so only on a single axis. On a grid, shards lie along the second
-    dimension.
+    ``fullgraph`` compiles all of the step, else its microbatches are compiled.
     """
     if isinstance(ranks, Grid):
         axis = ranks.both
@@ -94,23 +92,16 @@ def gather_compiled_and_eager(
     w = torch.arange(12.0).view(6, 2).double() - 5
     sharded = ps.shard({"w": w, "b": torch.ones(2).double()}, shard_axis)
     group = [torch.eye(6).double()[rank : rank + 1]]
-
-    def loss_fn(p: Any, x: Tensor) -> Tensor:
-        full = ps.unshard(p)
-        return (x @ full["w"] + full["b"]).square().sum(-1)
-
-    settings: dict[str, Any] = {
-        "weight_fn": lambda x: torch.ones(len(x)),
-        "axis": axis,
-        "gather": gather,
-    }
-    eager = ps.make_update_step(loss_fn, SGD, **settings)
-    if not fullgraph:
-        compiled = ps.make_update_step(loss_fn, SGD, compile=AOT, **settings)
-    elif isinstance(ranks, Grid):
-        compiled = AOT(eager)
-    else:
-        compiled = ps.compile(eager, fullgraph=True)
+    make_step = partial(
+        ps.make_update_step,
+        sum_squares,
+        SGD,
+        weight_fn=lambda x: torch.ones(len(x)),
+        axis=axis,
+        gather=gather,
+    )
+    eager = make_step()
+    compiled = AOT(eager) if fullgraph else make_step(compile=AOT)
 
     # Eager first: what it remembers of params is none of the graph's business.
     of_eager, of_compiled = (
@@ -120,24 +111,39 @@ def gather_compiled_and_eager(
     return [of_compiled, of_eager]
 
 
-@pytest.mark.parametrize(
-    ("gather", "fullgraph"),
-    [
-        ("step", False),
-        ("loss", False),
-        ("microbatch", True),
-    ],
-)
-def test_compiled_gathers(world: World, gather: Gather, fullgraph: bool) -> None:
-    """torch's own compiler is slow: one rank is enough to show that it takes collectives."""
-    size = 1 if fullgraph else 2
-    args: Any = (range(size), [gather] * size, [fullgraph] * size)
+@pytest.mark.parametrize("gather", ["step", "loss"])
+def test_compiled_gathers(world: World, gather: Gather) -> None:
+    args: Any = (range(2), [gather] * 2, [False] * 2)
 
-    results = on_processes(world, Ranks(size), gather_compiled_and_eager, *args)
+    results = on_processes(world, Ranks(2), gather_compiled_and_eager, *args)
 
     for compiled, eager in results:
         assert_same(compiled[:2], eager[:2])
         assert torch.equal(compiled[2].loss, eager[2].loss)
+
+
+def step_by_inductor_and_eager(axis: ps.Axis) -> Any:
+    """Runs a small step: inductor compiles each of its loops for two seconds."""
+    w = ps.shard(torch.arange(3.0).double(), axis)
+    optimizer = ps.optim.sgd(0.5)
+    eager = ps.make_update_step(
+        lambda params, x: x @ ps.unshard(params),
+        optimizer,
+        weight_fn=lambda x: torch.ones(len(x)),
+        axis=axis,
+        gather="microbatch",
+    )
+    group = [torch.eye(3).double()]
+    compiled = ps.compile(eager, fullgraph=True)
+    state = optimizer.init(w)
+    return [ps.unshard(step(w, state, group)) for step in (compiled, eager)]
+
+
+def test_inductor_takes_collectives(world: World) -> None:
+    """One rank is enough to show that."""
+    ((compiled, eager),) = on_processes(world, Ranks(1), step_by_inductor_and_eager)
+    assert_same(compiled[:2], eager[:2])
+    assert torch.equal(compiled[2].loss, eager[2].loss)
 
 
 def test_compiled_shards_along_one_dimension_of_a_mesh(world: World) -> None:
@@ -183,3 +189,10 @@ def test_compiled_collectives(world: World) -> None:
     for pairs in results:
         for compiled, eager in pairs:
             assert_same(compiled, eager)
+
+
+def test_a_compiled_step_without_microbatches_is_refused(world: World) -> None:
+    """It cannot be told what the others have. A rank that fails ends, so this is the last test."""
+    message = r"holds no microbatch.* give it a microbatch whose weights are zero"
+    with pytest.raises(AssertionError, match=message):
+        on_processes(world, Ranks(1), step_compiled_and_eager, [[]])

@@ -1,5 +1,6 @@
 """Tests that states and gradients of other params are refused by name."""
 
+import re
 from typing import Any
 
 import pytest
@@ -98,6 +99,18 @@ def test_a_state_of_other_params_is_refused(name: str, other: str) -> None:
         inputs = tree.map(torch.clone, (GRADS, wrong, PARAMS))
         with refusal():
             call_update(optimizer, way, *inputs)
+
+
+def test_a_compiled_step_says_the_same() -> None:
+    """The compiler's error has the text of the step's."""
+    step = ps.make_update_step(
+        linear_loss, ADAMW, weight_fn=lambda m: torch.ones(len(m))
+    )
+    arguments = (PARAMS, ADAMW.init(OTHERS["another name"]), [torch.ones(3, 2)])
+    with refusal() as caught:
+        step(*arguments)
+    with pytest.raises(Exception, match=re.escape(str(caught.value))):
+        ps.compile(step, fullgraph=True, backend="eager")(*arguments)
 
 
 def layers(number: int) -> dict[str, Tensor]:

@@ -147,6 +147,20 @@ def test_a_trace_flattens_as_optree_does(example: Any) -> None:
         unflatten_traced(spec, [*others, "one more"])
 
 
+@pytest.mark.parametrize(
+    "example", [1, None, {"b": 1, "a": [2, (3, None)]}, Pair((), (1, 2))], ids=repr
+)
+def test_a_trace_formats_specs_as_optree_does(example: Any) -> None:
+    _, spec = flatten_traced(example, None)
+    _, optree_spec = tree.flatten(example)
+    assert tree.format_spec(spec) == tree.format_spec(optree_spec)
+
+
+def test_a_trace_formats_shards() -> None:
+    _, spec = flatten_traced({"w": Shard(torch.ones(2), LocalAxis(), (2,))}, None)
+    assert tree.format_spec(spec) == "{'w': Shard(local=*)}"
+
+
 def test_a_trace_asks_what_is_a_leaf() -> None:
     example = {"b": Pair(1, 2), "a": [3]}
 

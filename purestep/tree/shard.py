@@ -202,11 +202,13 @@ class ShardSpec(NamedTuple):
             )
 
 
-def _flatten(node: Any) -> tuple[tuple[Any], ShardSpec, tuple[str]]:
+def flatten_shard(node: Any) -> tuple[tuple[Any], ShardSpec, tuple[str]]:
+    """Returns the child of a ``Shard`` as a node of a tree, its spec, and its child's name."""
     return (node.local,), node.spec, ("local",)
 
 
-def _unflatten(shard_spec: Any, children: Iterable[Any]) -> Any:
+def unflatten_shard(shard_spec: Any, children: Iterable[Any]) -> Any:
+    """Builds a ``Shard`` from its spec and its only child."""
     (local,) = children
     return shard_spec.wrap(local)
 
@@ -216,8 +218,8 @@ _register: Any = (
 )  # Its types want a node to be a collection.
 _register(
     Shard,
-    _flatten,
-    _unflatten,
+    flatten_shard,
+    unflatten_shard,
     path_entry_type=optree.GetAttrEntry,
     namespace=NAMESPACE,
 )

@@ -17,6 +17,7 @@ from purestep.tree.traced import (
     TracedSpec,
     build_container,
     flatten_traced,
+    format_node,
     is_same_node,
     unflatten_traced,
 )
@@ -298,5 +299,7 @@ def format_spec(spec: TreeSpec) -> str:
     >>> format_spec(flatten({"a": [1, 2]})[1])
     "{'a': [*, *]}"
     """
+    if isinstance(spec, TracedSpec):
+        return format_node(spec.node)
     text = str(spec).removeprefix("PyTreeSpec(").removesuffix(")")
     return text.removesuffix(f", namespace={NAMESPACE!r}")

@@ -7,13 +7,14 @@ that a tensor is a leaf, and make a spec of it. These functions take 25.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import NoneType
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
 from optree.utils import total_order_sorted
 from torch import Tensor, nn
 
-from purestep.tree.shard import NAMESPACE
+from purestep.tree.shard import NAMESPACE, Shard, flatten_shard, unflatten_shard
 from purestep.types import Tree
 
 Node: TypeAlias = tuple[Any, ...] | None
@@ -26,7 +27,10 @@ object of a class.
 """
 
 PLAIN = dict, list, tuple
-"""Containers that are not looked up in optree's registry."""
+"""Containers of Python."""
+
+KNOWN = *PLAIN, Shard
+"""Containers that are not looked up in optree's registry, which takes 150 instructions."""
 
 TENSORS = frozenset((Tensor, nn.Parameter))
 """Types of leaves that need no other test. Those of a subclass take the longer way."""
@@ -101,7 +105,7 @@ def _flatten_each(
         if (
             isinstance(tree, Tensor)
             or (
-                tree_type not in PLAIN
+                tree_type not in KNOWN
                 and optree.tree_is_leaf(tree, namespace=NAMESPACE)
             )
             or (is_leaf is not None and is_leaf(tree))
@@ -120,6 +124,9 @@ def _flatten_each(
             metadata = tuple(tree)
         elif tree_type in PLAIN:
             names = tuple(range(len(tree)))
+        elif tree_type is Shard:
+            children, metadata, names = flatten_shard(tree)
+            build_node = unflatten_shard
         else:
             children, metadata, names, build_node = optree.tree_flatten_one_level(
                 tree, namespace=NAMESPACE
@@ -175,6 +182,27 @@ def build_container(node: Node, children: Sequence[Any]) -> Any:
     for name, child in zip(names, children, strict=True):
         container[name] = child
     return container
+
+
+def format_node(node: Node) -> str:
+    """Formats a node for messages, with stars for its leaves, as optree formats its specs."""
+    if node is None:
+        return "*"
+    node_type, _, names, children, _ = node
+    if node_type is NoneType:
+        return "None"
+    texts = [format_node(child) for child in children]
+    if node_type is list:
+        return f"[{', '.join(texts)}]"
+    if node_type is tuple:
+        return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
+    # Of a NamedTuple, ``names`` are the positions.
+    labels: Any = getattr(node_type, "_fields", names)
+    pairs = zip(labels, texts, strict=True)
+    if node_type is dict:
+        return "{" + ", ".join(f"{name!r}: {text}" for name, text in pairs) + "}"
+    fields = ", ".join(f"{name}={text}" for name, text in pairs)
+    return f"{node_type.__name__}({fields})"
 
 
 def is_same_node(one: Node, other: Node) -> bool:
