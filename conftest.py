@@ -10,6 +10,7 @@ from hypothesis.strategies import just
 
 import support.quick_processes  # noqa: F401
 from purestep.testing.processes import CONTEXT, IMPORTED
+from support.torch_private import skip_timing_of_guards
 
 collect_ignore = []
 if "PURESTEP_TESTS_JAX" not in os.environ:
@@ -46,9 +47,10 @@ def pytest_sessionfinish() -> None:
 def _start_server_of_forks(request: pytest.FixtureRequest) -> None:
     """Starts the process that others are forked from, if there are many tests.
 
-    It imports what takes seconds once for all of them.
+    It imports what takes seconds once for all of them. This process imports torch's compiler, too.
     """
     if len(request.session.items) > MANY_TESTS:
+        skip_timing_of_guards()
         preload = ["support.quick_processes", *IMPORTED, *USED, "support.frozen"]
         CONTEXT.set_forkserver_preload(preload)
         forkserver.ensure_running()

@@ -7,6 +7,7 @@ import tokenize
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -66,14 +67,34 @@ def docstring_lines(module: ast.Module) -> set[int]:
     return docs
 
 
-def lines_of_code(source: str) -> int:
-    """Counts lines without blanks, comments and docstrings."""
+class Size(NamedTuple):
+    """The lines of code of a file, and the tokens on them."""
+
+    lines: int
+    tokens: int
+
+
+@cache
+def size(source: str) -> Size:
+    """Counts lines without blanks, comments and docstrings, and their tokens.
+
+    An f-string is one token, which tokenize takes apart from Python 3.12 on.
+    """
     docs = docstring_lines(ast.parse(source))
     code: set[int] = set()
+    tokens = 0
+    depth = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in QUIET:
-            code |= {*range(token.start[0], token.end[0] + 1)}
-    return len(code - docs)
+        if token.type in QUIET:
+            continue
+        code |= {*range(token.start[0], token.end[0] + 1)}
+        if token.type == getattr(tokenize, "FSTRING_END", None):
+            depth -= 1  # It counts, and its start does not.
+        elif token.type == getattr(tokenize, "FSTRING_START", None):
+            depth += 1
+        if depth == 0 and token.start[0] not in docs:
+            tokens += 1
+    return Size(len(code - docs), tokens)
 
 
 @cache
@@ -93,12 +114,12 @@ def room_of(file: str) -> str:
 
 def test_lines_count_what_runs() -> None:
     source = '"""Doc."""\n\n# why\ndef f():\n    """Doc."""\n    return (\n        1\n    )\n'
-    assert lines_of_code(source) == 4
+    assert size(source).lines == 4
 
 
 @pytest.mark.parametrize("file", [*files()])
 def test_files_are_short(file: str) -> None:
-    assert lines_of_code(files()[file]) <= LONGEST
+    assert size(files()[file]).lines <= LONGEST
 
 
 @pytest.mark.parametrize("file", [*files()])
@@ -254,27 +275,10 @@ def sources(folder: str) -> dict[str, str]:
     return {path.relative_to(root).as_posix(): path.read_text() for path in paths}
 
 
-def count_tokens(source: str) -> int:
-    """Counts the tokens of Python that are not in docstrings; an f-string is one token.
-
-    From Python 3.12 on, tokenize takes f-strings apart.
-    """
-    docs = docstring_lines(ast.parse(source))
-    number = 0
-    depth = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == getattr(tokenize, "FSTRING_END", None):
-            depth -= 1  # It counts, and its start does not.
-        elif token.type == getattr(tokenize, "FSTRING_START", None):
-            depth += 1
-        if depth == 0 and token.type not in QUIET and token.start[0] not in docs:
-            number += 1
-    return number
-
-
 def density(texts: Collection[str]) -> float:
     """Returns the tokens for each line of code."""
-    return sum(map(count_tokens, texts)) / sum(map(lines_of_code, texts))
+    sizes = [size(text) for text in texts]
+    return sum(each.tokens for each in sizes) / sum(each.lines for each in sizes)
 
 
 def names_of_the_package(source: str) -> set[str]:
@@ -356,7 +360,7 @@ def test_golf_and_riddles_are_found() -> None:
     assert find_golf(f"def f():\n{body}") == ["1: f: 41 statements"]
     assert not find_golf("# The profile asks for it.\ny = [*map(str, x)]")
     assert find_riddles(GOLF) == ["6: own", "6: place", "7: left"]
-    assert count_tokens('x = f"{a + f(b)} and {c}" + d') == 5
+    assert size('x = f"{a + f(b)} and {c}" + d').tokens == 5
     assert density(["a = [b, c]\n", '"""Doc."""\nx = (\n    1\n)\n']) == 12 / 4
 
 
