@@ -59,8 +59,8 @@ MUTANTS = [
         claim="test_t01_cut.programs",
         description="gradients added up in memory that two leaves share, as autograd does",
         module="grads.inplace",
-        old="clone_aliased(accumulator.values, others",
-        new="clone_aliased([], others",
+        old="clone_aliased(accumulator.values, [*others, *data]",
+        new="clone_aliased([], [*others, *data]",
     ),
     Mutant(
         number=44,

@@ -155,12 +155,14 @@ def _forward_group(
         microbatch = next(microbatches, _MISSING)
         if microbatch is _MISSING:
             raise validation.wrong_length_error(group.microbatches, "fewer")
-        data, is_recorded = detach_data(microbatch, is_recorded)
+        microbatch, leaves, is_recorded = detach_data(microbatch, is_recorded)
         with profiler_range("purestep.microbatch"):
             try:
-                output = forward_microbatch(loss_fn, params, data, weights, divisors)
+                output = forward_microbatch(
+                    loss_fn, params, microbatch, weights, divisors
+                )
             except Exception as error:
-                hints.explain_loss_error(error, "params", params, data)
+                hints.explain_loss_error(error, "params", params, microbatch)
                 raise
             weighted = _detach_unless_transformed(output)
             losses.append(weighted_sum(weighted.terms, weighted.cotangents))
@@ -168,7 +170,7 @@ def _forward_group(
             used_weights.append(weighted.weights)
         if not tree.is_empty(weighted.aux):
             aux = add_aux(aux, weighted.aux)
-        del microbatch, data, weights, weighted, output
+        del microbatch, leaves, weights, weighted, output
     if next(microbatches, _MISSING) is not _MISSING:
         raise validation.wrong_length_error(group.microbatches, "more")
     counts = group.counts or sum_weights(used_weights)

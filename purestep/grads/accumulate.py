@@ -173,12 +173,12 @@ def accumulate_group(
                 raise validation.wrong_length_error(group.microbatches, "fewer")
             if weights is None and weight_fn is not None:
                 weights = compute_weights(weight_fn, microbatch)
-            data, is_recorded = detach_data(microbatch, is_recorded)
+            microbatch, data, is_recorded = detach_data(microbatch, is_recorded)
             grad_fn = backends.recorded if is_recorded else backends.plain
             with profiler_range("purestep.microbatch"):
                 result = grad_fn(
                     MicrobatchInputs(
-                        leaves, spec, data, weights, divisors, needs_checks
+                        leaves, spec, microbatch, data, weights, divisors, needs_checks
                     ),
                     accumulator,
                     on_grad_ready if index + 1 == len(group.microbatches) else None,
@@ -218,12 +218,14 @@ def _watch_group(
         yield
 
 
-def detach_data(microbatch: Microbatch, is_recorded: bool) -> tuple[Microbatch, bool]:
-    """Returns the microbatch that a loss gets, and whether its part of the step is recorded.
+def detach_data(
+    microbatch: Microbatch, is_recorded: bool
+) -> tuple[Microbatch, list[Any], bool]:
+    """Returns the microbatch that a loss gets, its leaves, and whether this part is recorded.
 
-    If the step is recorded, or data have a graph, these are the microbatch itself and True. Else
-    they are a copy with detached tensors, and False: ``requires_grad_()`` in a loss spares the
-    original. A detached tensor requires grad if the original does.
+    If the step is recorded, or data have a graph, it is the microbatch itself, and True. Else it is
+    a copy with detached tensors, and False: ``requires_grad_()`` in a loss spares the original. A
+    detached tensor requires grad if the original does.
     """
     leaves, spec = tree.flatten(microbatch)
     detach: Callable[[Any], Any] = Tensor.detach
@@ -232,8 +234,9 @@ def detach_data(microbatch: Microbatch, is_recorded: bool) -> tuple[Microbatch, 
             detach = detach_opaque  # It also looks into dataclasses and mappings.
             is_recorded = is_recorded or has_graph(leaf)
     if is_recorded:
-        return microbatch, True
-    return tree.unflatten(spec, [*map(detach, leaves)]), False  # by map: at each step
+        return microbatch, leaves, True
+    leaves = [*map(detach, leaves)]  # by map: at each step
+    return tree.unflatten(spec, leaves), leaves, False
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:

@@ -93,8 +93,8 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
             inputs.denominators,
         )
         if is_first:
-            data = tree.leaves(inputs.microbatch)
-            clone_aliased(totals, [*inputs.leaves, *data, inputs.weights])
+            others = [*inputs.leaves, *inputs.data, inputs.weights]
+            clone_aliased(totals, others)
         if on_grad_ready is not None:
             totals = [on_grad_ready(index, total) for index, total in enumerate(totals)]
         accumulator.values[:] = totals

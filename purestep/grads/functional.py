@@ -67,8 +67,7 @@ def functional_backward(
             params, inputs.microbatch, inputs.weights, inputs.denominators
         )
         # The denominators are sums of weights, which are detached.
-        tensors = [*inputs.leaves, *tree.leaves(inputs.microbatch)]
-        if not tree.may_be_differentiated(tensors):
+        if not tree.may_be_differentiated([*inputs.leaves, *inputs.data]):
             grads, result = detach_results(grads, result)
         add_grads(accumulator, grads, copy=copy)
         return result._replace(loss=result.loss.clone()) if copy else result

@@ -22,7 +22,7 @@ from purestep.grads.microbatch import (
 )
 from purestep.objective import forward_microbatch, weighted_sum
 from purestep.torch_private import check_inference_mode, run_backward
-from purestep.types import GradHook, LossFn, Tree
+from purestep.types import GradHook, LossFn
 
 
 def inplace_backward(
@@ -71,7 +71,7 @@ def inplace_backward(
                 leaves,
                 accumulator,
                 on_grad_ready,
-                data=inputs.microbatch,
+                data=inputs.data,
                 needs_checks=inputs.needs_checks,
                 are_module_parameters=own_leaves is not None,
             )
@@ -91,7 +91,7 @@ def run_backward_into(
     accumulator: GradAccumulator,
     on_grad_ready: GradHook | None = None,
     *,
-    data: Tree = (),
+    data: Sequence[Any] = (),
     needs_checks: bool = False,
     are_module_parameters: bool = False,
 ) -> bool:
@@ -153,7 +153,7 @@ def _take_totals(
     leaves: Sequence[Tensor],
     accumulator: GradAccumulator,
     others: Sequence[Tensor],
-    data: Tree,
+    data: Sequence[Any],
     totals_before: Sequence[Tensor | None],
 ) -> bool:
     """Moves each leaf's ``.grad`` into the accumulator; returns whether there is any.
@@ -168,8 +168,7 @@ def _take_totals(
         has_grad = has_grad or leaf.grad is not None
         leaf.grad = None  # A loss that keeps its leaves does not keep the sums.
     if others:
-        others = [*others, *tree.flatten(data)[0]]
-        clone_aliased(accumulator.values, others, totals_before)
+        clone_aliased(accumulator.values, [*others, *data], totals_before)
     return has_grad
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ class MicrobatchInputs(NamedTuple):
     leaves: list[Tensor]
     spec: tree.TreeSpec
     microbatch: Microbatch
+    data: list[Any]
+    """The leaves of the microbatch."""
     weights: Tensor | None
     """None: the loss returns them."""
     denominators: TokenCounts | None

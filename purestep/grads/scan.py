@@ -63,7 +63,8 @@ def scan_group(
         microbatch, row_weights = tree.unflatten(row_spec, row)
         if not has_weights:
             row_weights = weight_fn and compute_weights(weight_fn, microbatch)
-        inputs = MicrobatchInputs(leaves, spec, microbatch, row_weights, divisors)
+        data = tree.leaves(microbatch)
+        inputs = MicrobatchInputs(leaves, spec, microbatch, data, row_weights, divisors)
         accumulator = GradAccumulator([*totals], dtypes)
         result = backends.scanned(inputs, accumulator, None)
         if not result.depends_on_params:
