@@ -2,8 +2,9 @@
 
 The floor of an update is its products, each at the speed that it has alone, and one pass of AdamW over params, gradients and
 moments. The products of one microbatch are recorded with their arguments: matrix products, and attention's kernels. Each
-shape is then run alone, over and over, on the same arguments. The ways take turns, on one thread, so that seconds are seconds
-of the processor.
+shape is then run alone, over and over, on the same arguments: by the library that eager torch calls, and large products by
+oneDNN, too. A second floor has the faster one of each. The ways take turns, on one thread, so that seconds are seconds of the
+processor.
 
 floor           products and the optimizer's bytes, measured alone
 advice          the same step with other settings: bfloat16 autocast, lower precision of products, tuned kernels
@@ -13,6 +14,7 @@ advice          the same step with other settings: bfloat16 autocast, lower prec
 
 import argparse
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +25,7 @@ import torch
 
 from benchmarks.speed import peers, timing
 from purestep import tree
+from purestep.compiling.cpu import onednn_matmul
 from support.torch_private import TorchDispatchMode
 
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
@@ -59,17 +62,38 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def seconds_of_products(problem: peers.Problem, batch: peers.Batch) -> float:
-    """Adds up the products of one microbatch, each as fast as it is alone."""
+def by_onednn(call: Callable[[], Any]) -> Callable[[], Any] | None:
+    """Makes the call of a large matrix product by oneDNN; None for other products."""
+    operation, args = call.func, call.args  # type: ignore[attr-defined]
+    if str(operation) == "aten.mm.default":
+        return partial(onednn_matmul, *args)
+    if str(operation) == "aten.addmm.default":
+        # Without the sum, which a compiler joins to the next kernel.
+        return partial(onednn_matmul, *args[1:])
+    return None
+
+
+def seconds_of_products(
+    problem: peers.Problem, batch: peers.Batch
+) -> tuple[float, float]:
+    """Adds up the products of one microbatch, each as fast as it is alone: by eager torch, and by the faster library."""
     params = tree.map(lambda leaf: leaf.clone().requires_grad_(), problem.params)
     with Products() as products:
         problem.loss_sum(params, batch).backward()
+    others = {
+        f"oneDNN {name}": other
+        for name, call in products.calls.items()
+        if (other := by_onednn(call)) is not None
+    }
     with torch.no_grad():
-        seconds = timing.in_turn(products.calls, repeats=15, block=5)
-    return sum(
-        number * statistics.median(seconds[name])
+        samples = timing.in_turn(products.calls | others, repeats=15, block=5)
+    seconds = {name: statistics.median(each) for name, each in samples.items()}
+    eager = sum(number * seconds[name] for name, number in products.counts.items())
+    fastest = sum(
+        number * min(seconds[name], seconds.get(f"oneDNN {name}", math.inf))
         for name, number in products.counts.items()
     )
+    return eager, fastest
 
 
 def seconds_of_the_optimizer(problem: peers.Problem) -> float:
@@ -132,12 +156,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measures the floor and all ways in this process."""
     problem = peers.gpt_problem(peers.CONFIG)
     group = peers.group_of(options.microbatches, options.rows, [peers.CONFIG.context])
-    products = options.microbatches * seconds_of_products(problem, group[0])
+    eager, fastest = seconds_of_products(problem, group[0])
     optimizer = seconds_of_the_optimizer(problem)
     ways = make_ways(problem, options)
     calls = {name: partial(way.update, way.data(group)) for name, way in ways.items()}
     seconds = timing.in_turn(calls, options.repeats, warmup=2)
-    return {"products": products, "optimizer": optimizer, "seconds": seconds}
+    return {
+        "products": options.microbatches * eager,
+        "fastest products": options.microbatches * fastest,
+        "optimizer": optimizer,
+        "seconds": seconds,
+    }
 
 
 def main() -> None:
@@ -157,14 +186,15 @@ def main() -> None:
     ]
     parts = {
         part: statistics.median(launch[part] for launch in launches)
-        for part in ("products", "optimizer")
+        for part in ("products", "fastest products", "optimizer")
     }
-    floor = sum(parts.values())
+    floor = parts["products"] + parts["optimizer"]
     table = timing.joined([launch["seconds"] for launch in launches], [peers.BY_HAND])
     of_floor = {way: seconds / floor for way, seconds in table["seconds"].items()}
     timing.show("GPT, 4M parameters, one thread", table)
     print(
-        f"\nfloor: {1e3 * floor:.1f} ms, of which products {1e3 * parts['products']:.1f}"
+        f"\nfloor: {1e3 * floor:.1f} ms, of which products {1e3 * parts['products']:.1f}, "
+        f"and {1e3 * parts['fastest products']:.1f} each by the faster library"
     )
     for way, ratio in of_floor.items():
         print(f"  {way}: {ratio:.2f} of the floor")
