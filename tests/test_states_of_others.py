@@ -102,15 +102,18 @@ def test_a_state_of_other_params_is_refused(name: str, other: str) -> None:
 
 
 def test_a_compiled_step_says_the_same() -> None:
-    """The compiler's error has the text of the step's."""
+    """With ``fullgraph``, the error is the compiler's, with the text of the step's."""
     step = ps.make_update_step(
         linear_loss, ADAMW, weight_fn=lambda m: torch.ones(len(m))
     )
     arguments = (PARAMS, ADAMW.init(OTHERS["another name"]), [torch.ones(3, 2)])
     with refusal() as caught:
         step(*arguments)
+    # torch 2.11 cannot trace what makes the text, and runs it in Python where it may.
+    fullgraph = torch.__version__ >= "2.12"
+    compiled = ps.compile(step, fullgraph=fullgraph, backend="eager")
     with pytest.raises(Exception, match=re.escape(str(caught.value))):
-        ps.compile(step, fullgraph=True, backend="eager")(*arguments)
+        compiled(*arguments)
 
 
 def layers(number: int) -> dict[str, Tensor]:
