@@ -118,7 +118,7 @@ def test_no_false_alarm(name: str) -> None:
 @pytest.mark.parametrize("name", right_trainers.RIGHT)
 def test_no_false_alarm_in_any_style(name: str) -> None:
     """Right trainers are accepted, whatever their code, their schedule and their optimizer."""
-    ps.testing.check(right_trainers.RIGHT[name](), cases=settings().max_examples // 6)
+    ps.testing.check(right_trainers.RIGHT[name](), cases=settings().max_examples // 5)
 
 
 @pytest.mark.parametrize("make", [right_optimizers.Lion, right_optimizers.Float32Lamb])

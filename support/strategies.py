@@ -34,7 +34,8 @@ from support.optimizers import (
     mask_matrices as mask_matrices,
 )
 
-settings.register_profile("default", derandomize=True, deadline=None, max_examples=24)
+# As many as reject each mutant.
+settings.register_profile("default", derandomize=True, deadline=None, max_examples=20)
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
