@@ -59,7 +59,7 @@ def processor_seconds() -> float:
 
 
 def make_call(step: Any, group: Any) -> Callable[[], None]:
-    """Makes the call of one update after the other, from a state of its own."""
+    """Makes a call that takes the next update, beginning at a new state."""
     params = gpt.init(CONFIG, torch.Generator().manual_seed(0))
     opt_state = OPTIMIZER.init(params)
 
