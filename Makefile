@@ -70,7 +70,7 @@ format: .venv/installed
 
 # Without bytecode, which takes half of the time: Python writes that of modules which it imports.
 # A new pip first: it installs in two thirds of the time that Python's own needs. Then large packages,
-# side by side, since a pip takes one core.
+# side by side, since a pip takes one core. Without isolation, setuptools has to be there to build purestep.
 LARGE := 'torch sympy networkx mypy ruff hypothesis setuptools>=77.0.3' 'transformers jaxlib jax scipy pyarrow pandas numpy matplotlib datasets tokenizers pillow fonttools hf-xet accelerate peft aiohttp pytorch-lightning torchmetrics'
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

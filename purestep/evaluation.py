@@ -155,7 +155,7 @@ def _forward_group(
         microbatch = next(microbatches, _MISSING)
         if microbatch is _MISSING:
             raise validation.wrong_length_error(group.microbatches, "fewer")
-        microbatch, leaves, is_recorded = detach_data(microbatch, is_recorded)
+        microbatch, data, is_recorded = detach_data(microbatch, is_recorded)
         with profiler_range("purestep.microbatch"):
             try:
                 output = forward_microbatch(
@@ -170,7 +170,7 @@ def _forward_group(
             used_weights.append(weighted.weights)
         if not tree.is_empty(weighted.aux):
             aux = add_aux(aux, weighted.aux)
-        del microbatch, leaves, weights, weighted, output
+        del microbatch, data, weights, weighted, output
     if next(microbatches, _MISSING) is not _MISSING:
         raise validation.wrong_length_error(group.microbatches, "more")
     counts = group.counts or sum_weights(used_weights)

@@ -17,7 +17,6 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,7 +42,7 @@ class Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[str, Callable[[], Any]] = {}
+        self.calls: dict[str, partial[Any]] = {}
         self.counts = Counter[str]()
 
     def __torch_dispatch__(
@@ -62,14 +61,13 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def by_onednn(call: Callable[[], Any]) -> Callable[[], Any] | None:
-    """Makes the call of a large matrix product by oneDNN; None for other products."""
-    operation, args = call.func, call.args  # type: ignore[attr-defined]
-    if str(operation) == "aten.mm.default":
-        return partial(onednn_matmul, *args)
-    if str(operation) == "aten.addmm.default":
+def by_onednn(call: partial[Any]) -> partial[Any] | None:
+    """Makes the call of a product of two matrices by oneDNN, which takes large ones; None for other calls."""
+    if str(call.func) == "aten.mm.default":
+        return partial(onednn_matmul, *call.args)
+    if str(call.func) == "aten.addmm.default":
         # Without the sum, which a compiler joins to the next kernel.
-        return partial(onednn_matmul, *args[1:])
+        return partial(onednn_matmul, *call.args[1:])
     return None
 
 

@@ -30,7 +30,10 @@ PLAIN = dict, list, tuple
 """Containers of Python."""
 
 KNOWN = *PLAIN, Shard
-"""Containers that are not looked up in optree's registry, which takes 150 instructions."""
+"""Containers that are not looked up in optree's registry.
+
+Looking up shards takes a quarter of the instructions of a step over two of them.
+"""
 
 TENSORS = frozenset((Tensor, nn.Parameter))
 """Types of leaves that need no other test. Those of a subclass take the longer way."""
