@@ -97,7 +97,7 @@ def stack(microbatches: Sequence[Microbatch]) -> Stacked:
 
 
 def _check_alike(batches: Sequence[Tree]) -> None:
-    """Raises ValueError unless the leaves are tensors, and batches differ only in values."""
+    """Raises ValueError unless leaves are tensors, and batches agree in structure, shape, dtype."""
     first_leaves, first_spec = tree.flatten(batches[0])
     for number, batch in enumerate(batches):
         leaves, spec = tree.flatten(batch)

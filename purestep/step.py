@@ -186,14 +186,17 @@ def make_step(
     Args:
         backends: the gradient backends of the loss.
         settings: how the step counts and sums.
-        config: what all ranks must agree on; the session of each update takes it.
+        config: settings as texts by name, such as those of ``check_settings``. An update raises
+            ``ValueError`` if ranks differ in them.
         check: ``check(params, opt_state, microbatches)`` raises if the step cannot take these.
-            It runs in each update until this structure of params counts as checked.
+            It runs in each update that no compiler traces, until one with microbatches, in plain
+            eager mode, has passed all checks for this structure.
         finish: ``finish(sums, total, params, opt_state)`` returns new params, a new state and
             metrics. ``sums`` are divided by N, however ``settings`` normalize. ``total`` has the
             token counts of all ranks. Where ranks run a program each, the step raises as
             ``check_no_graph`` for the new params.
-        notes_launches: whether ranks note what each microbatch gathers, for later updates.
+        notes_launches: whether ranks note what each microbatch gathers; without it, a rank that
+            fails among gathers raises alone.
     """
     weight_fn, axis, normalize, accum_dtype, gather = settings
     seen = SeenParams({}, {}, {})
@@ -289,10 +292,10 @@ def check_settings(settings: StepSettings, **choices: str) -> dict[str, str]:
 
 
 def normalize_sums(sums: GradSums) -> GradSums:
-    """Divides sums of gradients and losses by N, their count; in plain eager mode, in place.
+    """Divides sums of gradients and losses by N, ``counts.num_tokens``.
 
-    Returns new ``GradSums``, and in that mode writes to the gradients. An N of 0 counts as 1.
-    Raises ValueError if the host reads an N that the loss's dtype cannot hold.
+    Returns new ``GradSums``; in plain eager mode, gradients alone are divided in place. An N of 0
+    counts as 1. Raises ValueError if the host reads an N that the loss's dtype cannot hold.
 
     >>> from purestep.types import TokenCounts
     >>> counts = TokenCounts(torch.tensor(4), torch.tensor(1))

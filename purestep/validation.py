@@ -90,8 +90,8 @@ def check_inputs(
     """Raises if a step cannot take these params, or if donated leaves share memory.
 
     The errors are those of ``check_params`` and ``check_no_aliasing``. Memory is checked only with
-    ``donate``, and not where a compiler, a transform or autograd follows these trees. Microbatches
-    are checked only in a list or tuple.
+    ``donate``, and not where a compiler, a transform or autograd follows these trees. Nor may
+    microbatches share it: they are checked only in a list or tuple.
     """
     check_params(params, axis)
     if donate and tree.is_plain_eager(params, opt_state):
@@ -145,7 +145,7 @@ def _can_be_param(leaf: Any) -> bool:
 
 
 def check_no_graph(params: Params, axis: Axis) -> None:
-    """Raises ValueError if the new params of a step over ``axis`` require grad.
+    """Raises ValueError, which names ``axis``, if the new params of a step over it require grad.
 
     They do where a learning rate does. No rank would see the whole graph.
     """
@@ -453,8 +453,8 @@ def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> Non
 
     ``leaves`` are those that the loss's graph reaches. A penalty over ``module.parameters()``
     beside ``apply(params, ...)`` is an example. To a step these are constants, so the penalty has
-    no gradient. Copies are known by equal values on the host. It does not warn if the loss reaches
-    no param.
+    no gradient. Copies are known by equal values, and on the host alone: on a device it does not
+    warn. Nor does it if the loss reaches no param.
     """
     param_ids = {id(param) for param in params}
     if not any(id(leaf) in param_ids for leaf in leaves):

@@ -28,8 +28,8 @@ def make_group(length: int, num_rows: int = 4) -> list[dict[str, Tensor]]:
         labels = torch.arange(num_rows)
         labels[: index % 3] = -100
         x = torch.randn(num_rows, 5, 3, generator=generator)
-        key = torch.tensor(10 * length + index)
-        group.append({"x": x, "labels": labels, "key": key})
+        keys = ps.random.split(ps.random.key(10 * length + index), num_rows)
+        group.append({"x": x, "labels": labels, "keys": keys})
     return group
 
 
@@ -89,8 +89,9 @@ def test_a_step_takes_a_stacked_group_like_the_list() -> None:
 
 
 def own_terms(params: Any, microbatch: Any) -> ps.LossOutput:
-    """Returns weights, and sums for the metrics."""
-    losses = loss_fn(params, {"x": microbatch["x"].bfloat16()})
+    """Returns weights, and sums for the metrics; torch's generator drops nothing."""
+    x = functional.dropout(microbatch["x"].bfloat16(), 1e-30)
+    losses = loss_fn(params, {"x": x})
     weights = (microbatch["labels"] != -100).half() / 2
     aux = {"sum": losses.detach().sum(), "first": [microbatch["labels"][1]]}
     return ps.LossOutput(losses, weights=weights, aux=aux)
@@ -104,7 +105,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 2)
-        self.dropout = nn.Dropout(1e-30)
+        self.dropout = nn.Dropout(0.5)
         self.register_buffer("scale", torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,11 +117,11 @@ MODULE_PARAMS, apply_module = ps.from_module(Layer())
 
 
 def module_terms(params: Any, microbatch: Any) -> ps.LossOutput:
-    """Draws by a key, rounds by autocast, and adds a term of the microbatch."""
-    x = microbatch["x"]
-    keep = ps.random.uniform(microbatch["key"], x.shape) < 0.5
+    """Draws by keys, here and in the module, rounds by autocast, and adds a term of the microbatch."""
+    x, keys = microbatch["x"], microbatch["keys"]
+    keep = ps.random.uniform(ps.random.fold_in(keys, 1), x.shape[1:]) < 0.5
     with torch.autocast("cpu", torch.bfloat16):
-        output = apply_module(params, x * keep).float()
+        output = apply_module(params, x * keep, key=keys).float()
     term = params["linear.weight"].square().sum()
     return ps.LossOutput(output.square().sum((1, 2)), microbatch_loss=term)
 

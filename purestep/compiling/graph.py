@@ -183,8 +183,9 @@ def compile_one_graph(
     """Makes a function that runs one graph; its call raises ``NoGraph`` where there is none.
 
     ``NoGraph`` is raised before anything is computed. Errors that are not the compiler's are raised
-    as they are. The function takes positional arguments, where no transform is active. Under
-    ``saved_tensors_hooks`` it raises ``RuntimeError``, unless checkpoints in the graph need hooks.
+    as they are. The function takes positional arguments, where no transform is active. It raises
+    ``RuntimeError`` under the caller's ``saved_tensors_hooks``, until its own graph has needed
+    hooks, as for a checkpoint that the backend runs uncompiled.
 
     With ``may_fix_sizes``, sizes that the compiler cannot let vary have a graph each; without it,
     ``NoGraph`` is raised. A ``compile_`` of False compiles like True; one that is neither a bool

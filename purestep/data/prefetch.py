@@ -89,10 +89,11 @@ class PrefetchedGroups(Iterator["PrefetchedGroup"]):
         self._close.atexit = False
 
     def __next__(self) -> PrefetchedGroup:
-        """Returns the next group, whose copies may be under way, and abandons the group before.
+        """Returns the next group, whose copies may be under way; drops those of the group before.
 
-        ``position`` becomes that of the group. Raises an error of the thread where its group would
-        be, and ``StopIteration`` at the end.
+        Only copies that were not taken are dropped: the first loop over that group then raises
+        ``RuntimeError``. ``position`` becomes that of the next group. Raises an error of the thread
+        where its group would be, and ``StopIteration`` at the end.
         """
         group = self._prefetcher.next_group()
         if group is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from purestep import tree, validation
 from purestep.counts import WeightedMicrobatches, compute_weights, sum_weights
@@ -77,6 +78,7 @@ def scan_group(
     zeros = []
     for leaf, dtype in zip(leaves, dtypes, strict=True):
         zeros.append(torch.zeros_like(leaf, dtype=dtype))
+    _let_body_enter_modes()
     totals, (losses, num_tokens, aux) = scan(add_microbatch, zeros, row_leaves)
     counts = TokenCounts(num_tokens.sum(), count_nonzero(num_tokens))
     return GradSums(
@@ -85,6 +87,17 @@ def scan_group(
         counts=group.counts or counts,
         aux=tree.map(sum_rows, aux),
     )
+
+
+def _let_body_enter_modes() -> None:
+    """Lets the next body of a loop in a trace enter function modes, as dropout by keys is one.
+
+    A trace refuses its first mode within a body, as a change of what lies outside of it:
+        apply(params, microbatch["x"], key=microbatch["keys"])
+    So one is entered outside, and does nothing.
+    """
+    with TorchFunctionMode():
+        pass
 
 
 def sum_rows(rows: Tensor) -> Tensor:

@@ -431,11 +431,11 @@ class Apply:
     def _gather_root(
         self, params: Mapping[str, Any], *, is_traced: bool
     ) -> tuple[dict[str, Shard], Mapping[str, Tensor]]:
-        """Gathers sharded params of no unit, a collective; returns units' shards, then all params.
+        """Gathers sharded params outside units, a collective; returns units' shards, then params.
 
         Both are by name. Among the params, the shard's local tensor stands for a unit's param. In a
-        trace there are no units, so all are gathered. Full params in ``_layouts`` become DTensors,
-        or get ``pvary``.
+        trace there are no units, so all are gathered. Full params in ``_layouts`` are wrapped as
+        their layout says: as DTensors, or by ``pvary``.
         """
         shards = {name: p for name, p in params.items() if is_shard(p)}
         if not shards:

@@ -307,7 +307,7 @@ class _ShardedUnit(NamedTuple):
             self._unfreeze(params)
 
     def _freeze(self, params: Mapping[str, Tensor]) -> None:
-        """Adds the storages of params to ``frozen_names``, unless that is None."""
+        """Forbids writes to params: adds storage and name to ``frozen_names``, if there is one."""
         for name, param in params.items():
             storage = get_storage(param)
             if self.frozen_names is not None and storage is not None:

@@ -166,7 +166,7 @@ def evaluate_rates(
 ) -> list[float | Tensor]:
     """Returns hyperparameters in order, with the rate of this step in place of a schedule.
 
-    ``step`` is how many steps came before. Raises TypeError if it is None.
+    ``step`` is how many steps came before; None raises TypeError, also without a schedule.
     """
     if step is None:
         raise TypeError(
@@ -455,7 +455,7 @@ def clone_columns(columns: Columns) -> list[list[Tensor]]:
 
 
 def join_columns(columns: Columns) -> list[Tensor]:
-    """Joins columns to one list."""
+    """Joins columns, one after the other, to one list of leaves."""
     return [leaf for column in columns for leaf in column]
 
 

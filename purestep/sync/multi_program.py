@@ -181,9 +181,7 @@ class MultiProgramSession:
         self._await_grads()
         return visible
 
-    def grad_hook(
-        self, params: Params, accum_dtype: torch.dtype | None
-    ) -> GradHook | None:
+    def grad_hook(self, params: Params, accum_dtype: torch.dtype | None) -> GradHook:
         """Makes buckets for gradients that the loss does not reduce; returns the hook to fill them.
 
         Sums are in ``accum_dtype``; if that is None, in the accumulation dtype of each leaf. All
@@ -377,9 +375,9 @@ class MultiProgramSession:
         self._check_second(message, [order])
 
     def _await_grads(self) -> None:
-        """Notes that other ranks now wait for this rank's second message, and begins the buckets.
+        """Notes that other ranks now wait for this rank's second status message.
 
-        From here on, buckets notice a collective of the loss.
+        From here on, buckets take a collective for one of the loss, after which none leaves early.
         """
         self._awaited = "grads"
         self._buckets.begin()

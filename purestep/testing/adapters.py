@@ -121,7 +121,7 @@ class RankProgram(Protocol):
         """Makes one update on this rank's microbatches."""
 
     def observe(self) -> Observation:
-        """Returns this rank's full parameters, and what its last update reported."""
+        """Returns full parameters, and what the last update reported; all ranks call it together."""
 
 
 Prepare: TypeAlias = Callable[[nn.Module, Problem], tuple[Any, Any]] | None

@@ -177,14 +177,14 @@ def _draw_copies(
 ) -> History:
     """Draws up to five updates whose microbatches are copies of one token, as many on each rank.
 
-    With ``by_rows``, the first run has them as rows of one microbatch, else as microbatches on one
-    rank. Their number is a power of two, so there are no updates unless ``size`` is such a power.
-    With ``is_uneven``, the last two of four copies on one rank are rows of one microbatch in the
-    second run. With ``keyed``, they have a "key".
+    The second run has them on ``size`` ranks, the first on one: with ``by_rows`` as rows of one
+    microbatch, else as microbatches. Their number is a power of two, so there are no updates unless
+    ``size`` is such a power. With ``is_uneven`` and a ``size`` of 1, the last two of four copies
+    are rows of one microbatch in the second run. With ``keyed``, they have a "key".
 
-    For a task with a model, they are copies of one row, in one update at most. These
-    have the same bits as microbatches, but not as rows. So the first run has them as microbatches,
-    and there are none if ``size`` is 1.
+    For a task with a model, they are copies of one row, in one update at most. These have the same
+    bits as microbatches, but not as rows. So the first run has them as microbatches, whatever
+    ``by_rows`` is, and there are none if ``size`` is 1.
     """
     first: list[Group] = []
     second: list[Group] = []

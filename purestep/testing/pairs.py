@@ -298,7 +298,7 @@ def draw_interrupted(
     and batches have "key".
 
     With ``act``, only params and the evaluation are compared. Without it, all reports are, too; but
-    if an interruption comes last, only params are.
+    if an interruption comes last, neither the evaluation nor reports are.
     """
     capabilities = trainer.capabilities
     keyed = dropout > 0

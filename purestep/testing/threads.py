@@ -441,9 +441,9 @@ class _Run:
                 self._refuse(collective)
 
     def _refuse(self, collective: _Collective) -> None:
-        """Gives an error to all ranks that have joined and have none yet, and wakes them.
+        """Stores an error for each joined rank that has none yet, and wakes those that wait.
 
-        It says what each rank of the world does.
+        It says what each rank of the world does; ``wait`` raises it.
         """
         states = [
             f"rank {rank} {self._describe_state(rank, collective)}"

@@ -201,7 +201,7 @@ def microbatches(
 
     A microbatch has at most ``most_rows`` rows, or one more for "unequal rows", of at most
     ``most_length`` tokens. Tokens and, in a coarse dtype, rows may be added beyond that to fix
-    sums. There is one microbatch for each of ``parts``. Each has weight, but for "empty ones".
+    sums. Each of ``parts`` draws the rows of one microbatch. Each has weight, but for "empty ones".
     ``difference`` says how they differ, one of ``KINDS``; any other text: in any way. ``keyed``
     adds "key", the numbers of the rows.
 
@@ -209,9 +209,9 @@ def microbatches(
     a power of two, so that nothing rounds. Numbers without rounding hide the dtype in which a
     trainer computes.
 
-    In a coarse dtype there are few tokens, all with weight 1 or 0: ``most_rows`` and
+    If ``capabilities.is_coarse``, there are few tokens, all with weight 1 or 0: ``most_rows`` and
     ``most_length`` are then 2, whatever is passed. The number of tokens with weight 1 is a power of
-    two if that of ``parts`` is.
+    two if ``len(parts)`` is.
     """
     if capabilities.is_coarse:
         most_rows = 2
