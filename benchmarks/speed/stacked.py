@@ -2,11 +2,12 @@
 
 One donated update of a small GPT, compiled as a whole by ``ps.compile``, against the number of microbatches K: of a stacked group, and of a
 list, which is unrolled. Compiling is processor time, that of the C++ compiler included, with all caches off; updates are taken in
-turn with the eager step, and, if JAX and optax are installed, with a jitted scan of theirs over the same group.
+turn with the eager step, and, if JAX and optax are installed, with a jitted scan of theirs over the same group. Then the same for the network
+of two hidden layers of ``benchmarks.speed.overhead``, where the loop itself shows.
 
     python -m benchmarks.speed.stacked                 benchmarks/results/stacked.json
 
-The list with K = 16 takes minutes.
+The lists with K = 16 take minutes.
 """
 
 import resource
@@ -14,34 +15,50 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import purestep as ps
-from benchmarks.speed import peers, timing
+from benchmarks.speed import overhead, peers, timing
+from purestep import tree
 from purestep.examples import gpt
 
 CONFIG = gpt.Config(context=64, layers=2, width=64, heads=4)
 ROWS = 4
 OPTIMIZER = ps.optim.adamw(1e-3)
-STACKED, LIST = "stacked", "list"
-GROUPS = {STACKED: [4, 16, 64], LIST: [4, 16]}
 
 
-def make_step() -> Any:
-    """A step of the GPT, which is not compiled yet."""
-    return ps.make_update_step(loss_fn, OPTIMIZER, donate=True)
+class Way(NamedTuple):
+    """A network, groups of microbatches for it, and whether they are stacked."""
+
+    problem: peers.Problem
+    group_of: Callable[[int], list[Any]]
+    is_stacked: bool
+    lengths: list[int]
+    block: int
+    """So many updates are timed at once."""
 
 
-def loss_fn(params: Any, microbatch: Any) -> torch.Tensor:
-    """The losses of the next tokens."""
-    logits = gpt.apply(CONFIG, params, microbatch["tokens"])
-    return ps.losses.cross_entropy(logits, microbatch["labels"])
+def make_ways() -> dict[str, Way]:
+    """All ways, in order."""
+    small_gpt = peers.gpt_problem(CONFIG)
+    mlp = overhead.problem_of(overhead.init(0))
+    return {
+        "stacked": Way(small_gpt, make_group, True, [4, 16, 64], 1),
+        "list": Way(small_gpt, make_group, False, [4, 16], 1),
+        "MLP, stacked": Way(mlp, overhead.group_of, True, [4, 16, 64], 20),
+        "MLP, list": Way(mlp, overhead.group_of, False, [4, 16], 20),
+    }
+
+
+def make_step(problem: peers.Problem) -> Any:
+    """A donating step, which is not compiled yet."""
+    return ps.make_update_step(problem.token_losses, OPTIMIZER, donate=True)
 
 
 def make_group(k: int) -> list[Any]:
-    """K microbatches of other numbers of tokens."""
+    """K microbatches of text, of other numbers of tokens."""
     generator = torch.Generator().manual_seed(k)
     group = []
     for number in range(k):
@@ -58,9 +75,9 @@ def processor_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def make_call(step: Any, group: Any) -> Callable[[], None]:
+def make_call(way: Way, step: Any, group: Any) -> Callable[[], None]:
     """Makes a call that takes the next update, beginning at a new state."""
-    params = gpt.init(CONFIG, torch.Generator().manual_seed(0))
+    params = tree.map(torch.clone, way.problem.params)
     opt_state = OPTIMIZER.init(params)
 
     def call() -> None:
@@ -70,37 +87,37 @@ def make_call(step: Any, group: Any) -> Callable[[], None]:
     return call
 
 
-def measure(way: str, repeats: int) -> dict[str, dict[str, float]]:
+def measure(name: str, way: Way, repeats: int) -> dict[str, dict[str, float]]:
     """Seconds of the processor in the first update with each K, and milliseconds of later ones."""
     torch.compiler.config.force_disable_caches = True
-    step = ps.compile(make_step(), fullgraph=True)
+    step = ps.compile(make_step(way.problem), fullgraph=True)
     rows = {}
-    for k in GROUPS[way]:
-        group: Any = make_group(k)
-        if way == STACKED:
+    for k in way.lengths:
+        group: Any = way.group_of(k)
+        if way.is_stacked:
             group = ps.stack(group)
         calls: dict[str, Callable[[], Any]] = {
-            "here": make_call(step, group),
-            "eager": make_call(make_step(), group),
+            "here": make_call(way, step, group),
+            "eager": make_call(way, make_step(way.problem), group),
         }
         before = processor_seconds()
         calls["here"]()
         first = processor_seconds() - before
         if find_spec("optax"):
-            jax_way = peers.jax_optax(peers.gpt_problem(CONFIG))
-            calls["JAX"] = partial(jax_way.update, jax_way.data(make_group(k)))
-        seconds = timing.in_turn(calls, repeats)
-        here, *others = (sorted(seconds[name])[repeats // 2] for name in calls)
+            in_jax = peers.jax_optax(way.problem)
+            calls["JAX"] = partial(in_jax.update, in_jax.data(way.group_of(k)))
+        seconds = timing.in_turn(calls, repeats, block=way.block)
+        here, *others = (sorted(seconds[each])[repeats // 2] for each in calls)
         _, *names = calls
         ratios = {
-            f"of {name}": here / other
-            for name, other in zip(names, others, strict=True)
+            f"of {other}": here / value
+            for other, value in zip(names, others, strict=True)
         }
         rows[str(k)] = {"first": first, "ms": 1e3 * here, **ratios}
-        texts = ", ".join(f"{ratio:.2f} {name}" for name, ratio in ratios.items())
+        texts = ", ".join(f"{ratio:.2f} {other}" for other, ratio in ratios.items())
         print(
-            f"{way:>8}, K = {k:>2}: {first:6.1f} s of the processor in the first update, then "
-            f"{1e3 * here:6.1f} ms, {texts}",
+            f"{name:>12}, K = {k:>2}: {first:6.1f} s of the processor in the first update, then "
+            f"{1e3 * here:7.2f} ms, {texts}",
             flush=True,
         )
     return rows
@@ -112,7 +129,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     timing.same_cores()
-    report = {way: measure(way, options.repeats) for way in (STACKED, LIST)}
+    ways = make_ways()
+    report = {name: measure(name, way, options.repeats) for name, way in ways.items()}
     timing.write(options.results, "stacked", report)
 
 

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 import purestep as ps
-from benchmarks.speed import stacked, timing
-from purestep.examples import gpt
+from benchmarks.speed import peers, stacked, timing
 
 WAYS = ["compile=True", "whole step", "stacked"]
 
@@ -29,16 +28,17 @@ WAYS = ["compile=True", "whole step", "stacked"]
 def make_update(way: str) -> Any:
     """Makes a function that takes one update, which is not compiled yet."""
     optimizer = ps.optim.adamw(1e-3)
-    params = gpt.init(stacked.CONFIG, torch.Generator().manual_seed(0))
-    opt_state = optimizer.init(params)
+    problem = peers.gpt_problem(stacked.CONFIG)
+    opt_state = optimizer.init(problem.params)
     group: Any = stacked.make_group(4)
     if way == "stacked":
         group = ps.stack(stacked.make_group(16))
     if way == "compile=True":
-        step: Any = ps.make_update_step(stacked.loss_fn, optimizer, compile=True)
+        loss_fn = problem.token_losses
+        step: Any = ps.make_update_step(loss_fn, optimizer, compile=True)
     else:
-        step = ps.compile(stacked.make_step(), fullgraph=True)
-    return partial(step, params, opt_state, group)
+        step = ps.compile(stacked.make_step(problem), fullgraph=True)
+    return partial(step, problem.params, opt_state, group)
 
 
 def measure(way: str) -> float:

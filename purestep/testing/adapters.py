@@ -121,7 +121,7 @@ class RankProgram(Protocol):
         """Makes one update on this rank's microbatches."""
 
     def observe(self) -> Observation:
-        """Returns full parameters, and what the last update reported; all ranks call it together."""
+        """Returns full parameters, and the last update's reports; all ranks call it together."""
 
 
 Prepare: TypeAlias = Callable[[nn.Module, Problem], tuple[Any, Any]] | None
