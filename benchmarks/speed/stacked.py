@@ -3,7 +3,8 @@
 One donated update of a small GPT, compiled as a whole by ``ps.compile``, against the number of microbatches K: of a stacked group, and of a
 list, which is unrolled. Compiling is processor time, that of the C++ compiler included, with all caches off; updates are taken in
 turn with the eager step, and, if JAX and optax are installed, with a jitted scan of theirs over the same group. Then the same for the network
-of two hidden layers of ``benchmarks.speed.overhead``, where the loop itself shows.
+of two hidden layers of ``benchmarks.speed.overhead``, where the loop itself shows. One operation is compiled before all of it: torch imports its
+compiler then, which compiles its headers and asks what the processor can, on a new machine.
 
     python -m benchmarks.speed.stacked                 benchmarks/results/stacked.json
 
@@ -89,7 +90,6 @@ def make_call(way: Way, step: Any, group: Any) -> Callable[[], None]:
 
 def measure(name: str, way: Way, repeats: int) -> dict[str, dict[str, float]]:
     """Seconds of the processor in the first update with each K, and milliseconds of later ones."""
-    torch.compiler.config.force_disable_caches = True
     step = ps.compile(make_step(way.problem), fullgraph=True)
     rows = {}
     for k in way.lengths:
@@ -123,14 +123,25 @@ def measure(name: str, way: Way, repeats: int) -> dict[str, dict[str, float]]:
     return rows
 
 
+def compile_one_operation() -> float:
+    """Seconds of the processor for that, in a process that has compiled nothing."""
+    before = processor_seconds()
+    compiled: Any = torch.compile(torch.square)
+    compiled(torch.ones(16))
+    return processor_seconds() - before
+
+
 def main() -> None:
     """Measures all ways, each in this process, and writes the report."""
     parser = timing.arguments(__doc__, repeats=15, launches=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
     timing.same_cores()
-    ways = make_ways()
-    report = {name: measure(name, way, options.repeats) for name, way in ways.items()}
+    torch.compiler.config.force_disable_caches = True
+    report: dict[str, Any] = {"one operation": compile_one_operation()}
+    print(f"one operation: {report['one operation']:.1f} s of the processor")
+    for name, way in make_ways().items():
+        report[name] = measure(name, way, options.repeats)
     timing.write(options.results, "stacked", report)
 
 
