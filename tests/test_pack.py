@@ -63,6 +63,27 @@ def test_pack_lowers_its_budget() -> None:
     assert [len(part) for part in parts] == [5, 4]
 
 
+PADDED_BY_ZERO = [
+    "attention_mask",
+    "decoder_attention_mask",
+    "decoder_input_ids",
+    "input_ids",
+    "key",
+    "position_ids",
+    "token_type_ids",
+    "tokens",
+]
+
+
+@pytest.mark.parametrize("name", [*PADDED_BY_ZERO, "labels"])
+def test_usual_names_are_padded_by_what_weighs_nothing(name: str) -> None:
+    """The second row is one token shorter."""
+    examples = [{name: torch.ones(n, dtype=torch.int64)} for n in (2, 1)]
+    (microbatch,) = ps.pack(examples, max_tokens=4)
+    padding = 0 if name in PADDED_BY_ZERO else -100
+    assert microbatch[name].tolist() == [[1, 1], [1, padding]]
+
+
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=20)
 
 
