@@ -49,7 +49,13 @@ def share_memory(params: Any) -> bool:
 
 
 def can_be_compiled(drawn: Any) -> bool:
-    """Returns whether a drawn case has one rank, and several microbatches of one shape to stack."""
+    """Returns whether a drawn case has one rank, and several microbatches of one shape to stack.
+
+    A case of T13 must keep its params finite: torch's compiler makes another graph for a NaN.
+    """
+    to_infinity = t13.SECOND_GROUPS[-1]
+    if any(part is to_infinity for part in drawn):
+        return False
     step_case = drawn if isinstance(drawn[1], Setup) else drawn[0]
     case, setup, groups = step_case
     shapes = {str(tree.map(lambda x: x.shape, batch)) for batch in groups[0]}
