@@ -91,7 +91,7 @@ def check_inputs(
 
     The errors are those of ``check_params`` and ``check_no_aliasing``. Memory is checked only with
     ``donate``, and not where a compiler, a transform or autograd follows these trees. Nor may
-    microbatches share it: they are checked only in a list or tuple.
+    microbatches in a list or tuple share memory with donated leaves; others are not checked.
     """
     check_params(params, axis)
     if donate and tree.is_plain_eager(params, opt_state):

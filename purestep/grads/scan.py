@@ -90,7 +90,7 @@ def scan_group(
 
 
 def _let_body_enter_modes() -> None:
-    """Lets the next body of a loop in a trace enter function modes, as dropout by keys is one.
+    """Lets the body of the next loop in a trace enter function modes, such as dropout by keys.
 
     A trace refuses its first mode within a body, as a change of what lies outside of it:
         apply(params, microbatch["x"], key=microbatch["keys"])
