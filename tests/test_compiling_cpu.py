@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep.compiling.cpu import (
+    MAX_LOOPED_MULTIPLICATIONS,
     MIN_MULTIPLICATIONS,
     MIN_USERS_PER_VALUE,
     hoist_scalars,
@@ -21,6 +22,7 @@ from purestep.compiling.cpu import (
     onednn_matmul,
     rewrite_graph,
     split_addmm,
+    sum_small_products,
     use_onednn,
 )
 from support import torch_private
@@ -237,6 +239,7 @@ def mlp(params: Any, x: Tensor) -> Tensor:
 
 def rewrite_products(graph: torch.fx.Graph) -> None:
     split_addmm(graph)
+    sum_small_products(graph)
     use_onednn(graph)
 
 
@@ -334,6 +337,68 @@ def test_other_products_are_not_replaced() -> None:
     for scales in ({"beta": 2}, {"beta": 2, "alpha": 3}):
         scaled = partial(torch.addmm, **scales)
         assert operators_with_products(scaled, z, x, y) == ["aten.addmm.default"]
+
+
+LOOPED = ["aten.unsqueeze.default"] * 2 + ["aten.mul.Tensor", "aten.sum.dim_IntList"]
+
+
+def test_small_products_become_loops() -> None:
+    x = integers(16, 64, seed=0)
+    y = integers(64, 64, seed=1)
+    assert x.shape[0] * y.numel() == MAX_LOOPED_MULTIPLICATIONS
+
+    assert operators_with_products(torch.mm, x, y) == LOOPED
+    assert operators_with_products(torch.addmm, y[0], x, y) == [*LOOPED, ADDED]
+    transposed = operators_with_products(lambda x: x.t() @ x, x)
+    assert transposed[-4:] == LOOPED
+
+
+def test_products_that_no_loop_repays_stay() -> None:
+    """They are larger, transposed, of another dtype, or of a size that is not known."""
+    x = integers(16, 64, seed=0)
+    y = integers(64, 64, seed=1)
+
+    larger = operators_with_products(torch.mm, integers(17, 64), y)
+    transposed = operators_with_products(torch.mm, x, y.t())
+    wide = operators_with_products(torch.mm, x.double(), y.double())
+    unknown = operators_after(
+        sum_small_products, torch.mm, x, y[:, :32], mode="symbolic"
+    )
+    for operators in (larger, transposed, wide, unknown):
+        assert THEIRS in operators
+        assert "aten.sum.dim_IntList" not in operators
+
+
+def test_loops_read_what_is_stored() -> None:
+    """Otherwise each of 16 columns would compute all the exponentials anew."""
+    x = integers(4, 8, seed=0)
+    y = integers(8, 16, seed=1)
+
+    def multiply_powers(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        powers = x.exp2()
+        return powers @ y, powers.view(2, 16)[:, :8] @ y
+
+    operators = operators_with_products(multiply_powers, x, y)
+    assert operators.count(KEPT) == 1
+    assert operators.index(KEPT) < operators.index("aten.mul.Tensor")
+    read_as_is = operators_with_products(torch.mm, x, y)
+    assert KEPT not in read_as_is
+
+
+def test_compiled_loops_of_every_layout_and_size() -> None:
+    def multiply(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        return [left.relu() @ right for left, right in pairs]
+
+    lefts = layouts(5, 7, seed=0)
+    rights = layouts(7, 19, seed=1)
+    pairs = [(left, rights[0]) for left in lefts]
+    pairs += [(lefts[0], right) for right in rights]
+    for m, k, n in ((0, 4, 5), (3, 0, 5), (3, 4, 0), (1, 9, 1), (2, 300, 33)):
+        pairs.append((integers(m, k), integers(k, n)))
+
+    compiled = compile_with_products(multiply, dynamic=False)
+    for actual, expected in zip(compiled(pairs), multiply(pairs), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_compiled_products_with_gradients() -> None:

@@ -4,8 +4,9 @@ Values stay the same, up to rounding. The compiler calls three rewrites by its p
 ``post_grad_custom_post_pass``:
 
 * ``c + a @ b`` becomes a product and a sum, which joins the next kernel.
-* Large float32 products go to oneDNN, except on Intel's processors. MKL, which the compiler takes,
-  keeps to half-width vectors on processors of other makers.
+* Large float32 products go to oneDNN, and small ones become loops of the compiler, except on
+  Intel's processors. MKL, which the compiler takes, keeps to half-width vectors on processors of
+  other makers, and takes microseconds to begin.
 * Values that are costly, few and used by many are computed once. Adam's powers bᵗ are two numbers
   for a network, and the compiler computes them in each loop over elements.
 
@@ -26,6 +27,9 @@ _aten = torch.ops.aten
 
 MIN_MULTIPLICATIONS = 2**22
 """Multiplications that repay the ten microseconds that a call of oneDNN takes to begin."""
+
+MAX_LOOPED_MULTIPLICATIONS = 2**16
+"""Multiplications that a loop without blocks does before a call of MKL has done them."""
 
 MIN_USERS_PER_VALUE = 16
 """Elements for each costly value that repay the memory to store it."""
@@ -72,11 +76,12 @@ def inductor_options() -> dict[str, Any]:
 def rewrite_graph(graph: Graph) -> None:
     """Rewrites a graph in place, for CPUs; what it computes on other devices stays.
 
-    It splits ``addmm``, multiplies by oneDNN on processors where that is faster, and stores costly
-    values.
+    It splits ``addmm``, multiplies in loops or by oneDNN on processors where that is faster, and
+    stores costly values.
     """
     split_addmm(graph)
     if onednn_is_faster(_cpu_name()):
+        sum_small_products(graph)
         use_onednn(graph)
     hoist_scalars(graph)
 
@@ -120,6 +125,51 @@ def onednn_is_faster(cpu_name: str) -> bool:
     has_mkl = torch.backends.mkl.is_available()
     has_onednn = torch.backends.mkldnn.is_available()
     return has_mkl and has_onednn and "intel" not in cpu_name.lower()
+
+
+def sum_small_products(graph: Graph) -> None:
+    """Replaces small float32 matrix products on the CPU by loops of the compiler, in place.
+
+        (a @ b)[m, n] = Σₖ a[m, k] · b[k, n]
+
+    A product stays if the elements of a row of ``b`` do not lie side by side, or if a size is
+    unknown.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
+        a, b = node.args
+        if node.kwargs or not _repays_loop(_value(a), _value(b)):
+            continue
+        for matrix in {a, b}:
+            # Unless it is stored, the loop computes an element anew for each product with it.
+            source = _skip_views(matrix)
+            if _is_pointwise(source) and source.target is not _aten.clone.default:
+                _store(graph, matrix)
+        a, b = node.args
+        with graph.inserting_before(node):
+            columns = _call(graph, _aten.unsqueeze.default, a, 2)
+            rows = _call(graph, _aten.unsqueeze.default, b, 0)
+            products = _call(graph, _aten.mul.Tensor, columns, rows)
+            sums = _call(graph, _aten.sum.dim_IntList, products, [1])
+        node.replace_all_uses_with(sums)
+        graph.erase_node(node)
+
+
+def _repays_loop(a: Tensor, b: Tensor) -> bool:
+    """Returns whether a loop computes ``a @ b`` of float32 matrices on the CPU sooner than MKL."""
+    if a.device.type != "cpu" or a.dtype != torch.float32 or not _has_dense_rows(b):
+        return False
+    sizes = (*a.shape, b.shape[1])
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    num_products: int = math.prod(sizes)
+    return num_products <= MAX_LOOPED_MULTIPLICATIONS
+
+
+def _skip_views(node: Node) -> Node:
+    """Returns the node that a chain of views begins at; the node itself if it is no view."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
