@@ -54,6 +54,7 @@ def scan_group(
     dtypes = [accum_dtype or accumulation_dtype(leaf.dtype) for leaf in leaves]
     microbatches: Any = group.microbatches
     weights: Any = group.weights
+    counts = group.counts
     # Where the step counts, the weights of all microbatches are there, stacked like these.
     # Not by truth: torch 2.11's compiler takes a stacked group for empty.
     has_weights = weights is not None
@@ -70,7 +71,9 @@ def scan_group(
         result = backends.scanned(inputs, accumulator, None)
         if not result.depends_on_params:
             raise validation.no_dependence_error()
-        num_tokens = sum_weights([result.weights]).num_tokens
+        num_tokens: Any = ()
+        if counts is None:
+            num_tokens = sum_weights([result.weights]).num_tokens
         # What a body returns must share no memory with what it takes.
         outputs = tree.map(torch.clone, (result.loss, num_tokens, result.aux))
         return accumulator.values, outputs
@@ -80,11 +83,12 @@ def scan_group(
         zeros.append(torch.zeros_like(leaf, dtype=dtype))
     _let_body_enter_modes()
     totals, (losses, num_tokens, aux) = scan(add_microbatch, zeros, row_leaves)
-    counts = TokenCounts(num_tokens.sum(), count_nonzero(num_tokens))
+    if counts is None:
+        counts = TokenCounts(num_tokens.sum(), count_nonzero(num_tokens))
     return GradSums(
         grads=tree.unflatten(spec, totals),
         loss=losses.sum(0, dtype=torch.float64).to(losses.dtype),
-        counts=group.counts or counts,
+        counts=counts,
         aux=tree.map(sum_rows, aux),
     )
 
