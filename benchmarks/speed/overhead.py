@@ -296,7 +296,7 @@ def draw(path: Path, tables: dict[str, Any], own: dict[str, float] | None) -> No
         drawn = axes.barh(names, list(own.values()), color=step.color_of(peers.PURE))
         axes.bar_label(drawn, [f"{value:.1f}" for value in own.values()], padding=3)
         axes.invert_yaxis()
-        axes.margins(x=0.2)
+        axes.margins(x=0.35)
         axes.set_title(TITLES["own"], fontsize="medium", loc="left")
         axes.set_xlabel("microseconds")
         axes.spines[["top", "right"]].set_visible(False)
