@@ -335,8 +335,9 @@ def draw_like(x: Tensor, key: KeyOrPackedKeys, convert: WordFn) -> Tensor:
 def _draw(key: Tensor, shape: Sequence[int], convert: WordFn) -> Tensor:
     """Draws a word for each element, and returns ``convert(word)``: ``(*key.shape, *shape)``.
 
-    The counters of an element are its coordinates in ``shape``. Of more than four dimensions, all
-    but the last four are folded into the key. Raises TypeError as ``_check_keys``.
+    The counters of an element are its coordinates in ``shape``; that of the last dimension counts
+    blocks of four elements. Of more than four dimensions, all but the last four are folded into the
+    key. Raises TypeError as ``_check_keys``.
     """
     _check_keys(key)
     if not shape:

@@ -28,7 +28,10 @@ ReadParams = TypeVar("ReadParams", default=Params, contravariant=True)
 StateT = TypeVar("StateT", default=OptState)
 
 GradHook: TypeAlias = Callable[[int, Tensor], Tensor]
-"""Takes a leaf's position and its final sum, and returns where the sum lies from now on."""
+"""Takes a leaf's position and its final sum, and returns the tensor that stands for the sum now.
+
+It is the sum, a view of the bucket that holds it, or zeros without memory if it is scattered.
+"""
 
 Gather: TypeAlias = Literal["step", "microbatch", "loss"]
 """Where sharded params are gathered: once a step, once a microbatch, or by the loss itself."""

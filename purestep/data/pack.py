@@ -113,7 +113,9 @@ def pack_indices(
 ) -> list[list[int]]:
     """Assigns examples to microbatches by their lengths alone, as ``pack`` does: returns indices.
 
-    Examples of length 0 are left out.
+    Of each microbatch, the longest example comes first. Its length, rounded up to a multiple of
+    ``multiple_of``, times the number of rows is at most ``max_tokens``. Examples of length 0 are
+    left out.
 
     Raises ``ValueError`` for an example longer than ``max_tokens`` once padded, and for a
     ``max_tokens`` or ``multiple_of`` below 1.

@@ -43,8 +43,10 @@ def models_of(module: Module) -> Models:
 def inspected_methods(module: Module) -> list[tuple[type[Module], str]]:
     """Returns methods, as pairs of class and name, whose signatures must be read before a trace.
 
-    ``apply_chunking_to_forward`` of transformers reads that of ``feed_forward_chunk``, ``ff_chunk``
-    and the like. torch's ``Module.__setattr__`` reads that of an overridden ``register_buffer``.
+    A compiler cannot read them on an object that is made in the trace. They are ``register_buffer``
+    of the module's class, and methods of all parts whose names contain "_chunk". torch's
+    ``Module.__setattr__`` reads the first if it is overridden. ``apply_chunking_to_forward`` of
+    transformers reads the others.
 
     >>> [name for _, name in inspected_methods(torch.nn.Linear(1, 1))]
     ['register_buffer']
@@ -144,7 +146,11 @@ def _sums_grads(function: Any) -> bool:
 
 
 def remove_grad_sums(part: Module) -> None:
-    """Removes from a copied module, in place, the functions and hooks that sum ``param.grad``."""
+    """Removes from a copied module, in place, what a ``tp_plan`` set on it to sum ``param.grad``.
+
+    That is a ``forward`` or a backward hook, which sums over ranks. The class's ``forward`` is then
+    called. Modules within the module stay as they are.
+    """
     if _sums_grads(part.__dict__.get("forward")):
         del part.__dict__["forward"]  # Then its class's is called.
     hooks = backward_hooks_of(part)

@@ -203,7 +203,7 @@ class _RecipeBuilder:
                     template[name] = hooks.NoHooks()
 
     def _number_modules(self, module: Module) -> dict[str, int]:
-        """Returns, for the path of each part of a module, its number among the objects."""
+        """Returns, by the first path of each part of a module, its number among the objects."""
         numbers = {id(obj): number for number, obj in enumerate(self._objects)}
         return {path: numbers[id(part)] for path, part in module.named_modules()}
 

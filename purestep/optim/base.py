@@ -357,8 +357,8 @@ def raise_mismatch(
 def state_mismatch(init: Init, state: OptState, params: Params) -> str | None:
     """Describes how a state differs from ``init(params)``; returns None if it does not.
 
-    Containers, shapes and dtypes are compared. All floating-point dtypes of params count as equal.
-    Of shards against full tensors it says no more than that.
+    Containers, shapes and dtypes are compared. In every leaf, float64, float32, bfloat16 and
+    float16 count as one dtype. Of shards against full tensors it says no more than that.
     """
     expected = init(params)
     difference = tree.describe_mismatch(state, expected, "opt_state")

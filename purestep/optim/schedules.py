@@ -39,7 +39,8 @@ def evaluate_rate(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
 def check_rate(learning_rate: object) -> None:
     """Raises TypeError unless this is a number, a tensor, or a function of the step.
 
-    Classes, torch's schedulers, and parameters, as ``torch.optim`` takes them, raise, too.
+    Classes and torch's schedulers raise, too. So do modules, and the iterators, mappings and lists
+    of parameters that ``torch.optim`` takes. A single parameter is a tensor, and passes.
     """
     if is_scheduler(learning_rate):
         raise TypeError(

@@ -169,13 +169,15 @@ def make_reduce_scatter(
 ) -> tuple[GradHook | None, ScatterFn]:
     """Makes a gradient hook, and a function that replaces full gradients by shards of their sums.
 
-    The function takes and returns a list. Gradients that are not in ``shard_specs`` stay.
-    ``hook(index, grad)`` takes a final gradient, and returns where it lies from then on. By the
-    hook, full buckets of gradients are launched while the backward pass runs. ``dtypes`` are those
-    of all gradients.
+    Both serve one backward pass. The function takes and returns a list. Gradients that are not in
+    ``shard_specs`` stay. ``dtypes`` are those of all gradients, by position.
 
-    The hook is None without shards, and where ranks run one program. So it is under a transform, a
-    compiler or autograd. There, the function scatters gradients one by one, and writes to the list.
+    ``hook(index, grad)`` takes a final gradient. One in ``shard_specs`` it copies to a bucket, and
+    returns expanded zeros in its place. It returns any other as it is. By the hook, full buckets
+    are launched while the backward pass runs.
+
+    The hook is None without shards, where ranks run one program, and under a transform, a compiler
+    or autograd. There, the function scatters gradients one by one, and writes to the list.
     """
     specs = [*shard_specs.values()]
     if specs and _can_bucket(specs, full_tensors):

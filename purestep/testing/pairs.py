@@ -294,11 +294,11 @@ def draw_interrupted(
 
     The interruption is ``act``. If that is None, it is an update without tokens. For a trainer with
     ``skips_nonfinite`` it may also be one with gradients that are not finite. It comes once or
-    twice: before, between or after the updates. If ``dropout`` is above 0, a drawn model has it,
-    and batches have "key".
+    twice: before, between or after the updates. If ``dropout`` is above 0, batches have "key", and
+    the linear model has dropout. The model of a task stays as it is.
 
-    With ``act``, only params and the evaluation are compared. Without it, all reports are, too; but
-    if an interruption comes last, neither the evaluation nor reports are.
+    With ``act``, only params and the evaluation are compared. Without it, all reports are, too. But
+    if an interruption that is not ``act`` comes last, params alone are compared.
     """
     capabilities = trainer.capabilities
     keyed = dropout > 0

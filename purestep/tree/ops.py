@@ -60,8 +60,8 @@ def describe_mismatch(actual: Tree, expected: Tree, name: str) -> str | None:
     """Describes the first difference of a tree from the expected one; None if there is none.
 
     Leaves may be missing or superfluous, or differ in shape or dtype, and containers may differ.
-    Values are not compared. All floating-point dtypes of params count as equal. ``name`` stands for
-    the tree in the text.
+    Values are not compared. In every leaf, float64, float32, bfloat16 and float16 count as one
+    dtype. ``name`` stands for the tree in the text.
 
     >>> describe_mismatch({"w": torch.ones(2)}, {"v": torch.ones(2)}, "params")
     "params['v'] is missing"
