@@ -75,7 +75,8 @@ def stack(microbatches: Sequence[Microbatch]) -> Stacked:
 
     Raises ``ValueError`` where structures, dtypes or shapes differ: pad such microbatches to one
     shape, or pass the list itself. Raises it also without microbatches, or for a leaf that is no
-    tensor. Raises ``TypeError`` for one microbatch. A ``Stacked`` is returned as it is.
+    tensor. Raises ``TypeError`` for a mapping, which is one microbatch. A ``Stacked`` is returned
+    as it is.
 
     >>> group = stack([{"labels": torch.tensor([5, 7])}, {"labels": torch.tensor([3, -100])}])
     >>> group.batch

@@ -71,9 +71,9 @@ def labels_to_int64(labels: Tensor) -> Tensor:
 
 
 def describe_labels_mismatch(labels: torch.Size, logits: torch.Size) -> str:
-    """Returns a message's end for labels of a shape that does not begin the shape of the logits.
+    """Returns the end of the message that labels do not have the shape ``logits[:-1]``.
 
-    It is empty if the shapes show no likely mistake.
+    It names the likely mistake and its remedy, and is empty if the shapes show none.
 
     >>> describe_labels_mismatch(torch.Size([4, 1]), torch.Size([4, 3]))
     '. Labels have one dimension too many: take labels.squeeze(-1)'

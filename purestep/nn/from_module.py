@@ -588,13 +588,13 @@ def _as_parameter(p: Tensor) -> Tensor:
     """Returns ``p``, or an alias of it; it is an ``nn.Parameter`` to the module where that is safe.
 
     A module may ask ``isinstance(self.weight, nn.Parameter)``. A leaf that a step has made is
-    marked here by an attribute, and returned itself: an alias is one more node of the graph. Of
-    other plain leaves of autograd, an alias is returned, except in half precision.
+    marked here by an attribute, in any dtype. It is returned itself: an alias is one more node of
+    the graph. Of any other plain leaf of autograd, an alias is returned, except in half precision.
+    There a leaf's gradient is summed in float32, but that of an alias is not.
 
-    All else is returned as it is, and is no parameter to the module. In half precision a leaf's
-    gradient is summed in float32, but that of an alias is not. Casts of a param, and what
-    ``unshard`` returns, are no leaves. They are not in the params' memory, so as ``nn.Parameter``
-    they would be another module's to ``forbid_module_recompute``.
+    All else is returned as it is, such as casts of a param, and what ``unshard`` returns. These are
+    not in the params' memory, and ``forbid_module_recompute`` raises for an ``nn.Parameter`` in
+    other memory.
     """
     if is_leaf_of_step(p):
         setattr(p, PARAMETER_MARK, True)

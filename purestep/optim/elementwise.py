@@ -189,7 +189,7 @@ class StateFields:
         self.has_step = "step" in self.names
 
     def init_state(self, params: Params) -> OptState:
-        """Returns the state before the first step: a step of 0, and zeros in each slot.
+        """Returns the state before the first step: zeros in each slot, and step 0 if it has a step.
 
         The zeros are trees like the params, in float32 at least. Raises TypeError unless the leaves
         of params are tensors.

@@ -158,8 +158,8 @@ class GradBuckets:
         """Assigns a leaf to the newest bucket of its kind, or to a new one if it does not fit.
 
         ``newest`` is updated. A bucket has at most ``bucket_bytes`` of the axis, and the first of
-        all at most ``first_bytes``, where the rows of all ranks count. A larger leaf is alone in
-        its bucket.
+        all at most ``first_bytes``. A leaf that is scattered or gathered counts with the rows of
+        all ranks. A larger leaf is alone in its bucket.
         """
         shard_spec = self._scatter_specs.get(index)
         scatter_axis = None

@@ -385,8 +385,9 @@ class MultiProgramSession:
     def _all_reduce_message(self, message: Tensor) -> None:
         """Sums a message over all ranks in place, and waits for it and for the buckets.
 
-        If it is the second message, it first launches the buckets that are left, and raises what
-        the first message shows. It notes that other ranks wait for no message any more.
+        Before it launches the second message, it launches the buckets that are left. Between the
+        launch of that message and the wait, it raises what the first message shows. It notes that
+        other ranks wait for no message any more.
         """
         if self._awaited == "grads":
             self._buckets.launch()

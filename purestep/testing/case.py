@@ -329,9 +329,10 @@ def _do_run(
 def _look(
     trainer: Any, problem: Problem, group: Group, watch: Watch
 ) -> list[Observation]:
-    """Observes a trainer; adds the evaluation of a group to the first rank's observation.
+    """Returns each rank's observation; the first one also has the evaluation of a group.
 
-    It does not evaluate if the trainer cannot, or if no token of the group has weight.
+    It does not evaluate if the trainer cannot, or if no token of the group has weight. ``watch``
+    calls the evaluation, and notes what it changes in the group.
     """
     first, *others = trainer.observe()
     if isinstance(trainer, Evaluating) and _has_tokens(problem, group):

@@ -189,9 +189,11 @@ def _check_purity(trainer: Any, case: Case) -> bool:
 
 
 def _check_resume(trainer: Any, case: Case) -> bool:
-    """Returns what ``agree`` does; in a coarse dtype, a run that repeats must resume to the bit.
+    """Returns what ``agree`` does: whether the two runs end with the same params, to the bit.
 
-    There a bound of rounding hides what a restart loses, as float32 copies of the params.
+    Raises as ``agree`` does. In a coarse dtype it also raises ``DisagreementError`` if the bits
+    differ, although the first run has the same bits twice. There a bound of rounding hides what a
+    restart loses, as float32 copies of the params.
     """
     if agree(trainer, case):
         return True

@@ -175,16 +175,18 @@ def _draw_copies(
     is_uneven: bool,
     keyed: bool,
 ) -> History:
-    """Draws up to five updates whose microbatches are copies of one token, as many on each rank.
+    """Draws up to five updates of two runs, whose microbatches are copies of one token.
 
-    The second run has them on ``size`` ranks, the first on one: with ``by_rows`` as rows of one
-    microbatch, else as microbatches. Their number is a power of two, so there are no updates unless
-    ``size`` is such a power. With ``is_uneven`` and a ``size`` of 1, the last two of four copies
-    are rows of one microbatch in the second run. With ``keyed``, they have a "key".
+    The first run has all copies on one rank: with ``by_rows`` as rows of one microbatch, else as
+    microbatches. The second run has them as microbatches, as many on each of ``size`` ranks. With
+    ``is_uneven`` and a ``size`` of 1, the last two of four copies are rows of one microbatch there.
+    With ``keyed``, copies have a "key".
 
-    For a task with a model, they are copies of one row, in one update at most. These have the same
-    bits as microbatches, but not as rows. So the first run has them as microbatches, whatever
-    ``by_rows`` is, and there are none if ``size`` is 1.
+    The number of copies is a power of two, so there are no updates unless ``size`` is such a power.
+
+    For a task with a model, they are copies of one row, in one update at most. As rows of one
+    microbatch, these would have other bits than as microbatches, so ``by_rows`` is ignored. With a
+    ``size`` of 1, both runs would be the same, so there are no updates.
     """
     first: list[Group] = []
     second: list[Group] = []
