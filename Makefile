@@ -68,15 +68,17 @@ format: .venv/installed
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-# Without bytecode, which takes half of the time: Python writes that of modules which it imports.
-# A new pip first: it installs in two thirds of the time that Python's own needs. Then large packages,
-# side by side, since a pip takes one core. Without isolation, setuptools has to be there to build purestep.
-LARGE := 'torch sympy networkx mypy ruff hypothesis setuptools>=77.0.3' 'transformers jaxlib jax scipy pyarrow pandas numpy matplotlib datasets tokenizers pillow fonttools hf-xet accelerate peft aiohttp pytorch-lightning torchmetrics'
+# Without bytecode, which takes half of the time: Python writes that of modules which it imports. That of torch's
+# compiler is written while pip installs the rest: the tests' two workers would both write it.
+# A new pip first: it installs in two thirds of the time that Python's own needs. Then large packages and those that
+# torch imports, side by side, since a pip takes one core. Without isolation, setuptools has to be there to build purestep.
+LARGE := 'torch sympy mpmath networkx typing_extensions filelock fsspec jinja2 markupsafe mypy ruff hypothesis setuptools>=77.0.3' 'transformers jaxlib jax scipy pyarrow pandas numpy matplotlib datasets tokenizers pillow fonttools hf-xet accelerate peft aiohttp pytorch-lightning torchmetrics'
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt -U pip
 	printf '%s\n' $(LARGE) | xargs -P 2 -L 1 $(BIN)/python -m pip install -q --no-compile --no-deps -c constraints.txt
-	$(BIN)/python -m pip install -q --no-compile --no-build-isolation -c constraints.txt -e '.[examples,huggingface,dev]'
+	$(BIN)/python -c 'import torch._inductor.compile_fx' & \
+		$(BIN)/python -m pip install -q --no-compile --no-build-isolation -c constraints.txt -e '.[examples,huggingface,dev]' && wait
 	touch $@
 
 # The tools alone: they read the package's source, and import nothing of it.
