@@ -385,6 +385,19 @@ def test_loops_read_what_is_stored() -> None:
     assert KEPT not in read_as_is
 
 
+def test_a_matrix_and_its_transpose_are_stored_once() -> None:
+    """Whichever comes first: sets of nodes have another order in each trace."""
+
+    def multiply(x: Tensor) -> Tensor:
+        powers = x.exp2()
+        return powers.t() @ powers
+
+    x = integers(4, 4, seed=0)
+    for _ in range(20):
+        operators = operators_with_products(multiply, x)
+        assert operators.count(KEPT) == 1
+
+
 def test_compiled_loops_of_every_layout_and_size() -> None:
     def multiply(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
         return [left.relu() @ right for left, right in pairs]

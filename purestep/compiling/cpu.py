@@ -1,12 +1,12 @@
 """Rewrites graphs for CPUs before the compiler makes kernels of them.
 
-Values stay the same, up to rounding. The compiler calls three rewrites by its public option
+Values stay the same, up to rounding. The compiler calls four rewrites by its public option
 ``post_grad_custom_post_pass``:
 
 * ``c + a @ b`` becomes a product and a sum, which joins the next kernel.
-* Large float32 products go to oneDNN, and small ones become loops of the compiler, except on
-  Intel's processors. MKL, which the compiler takes, keeps to half-width vectors on processors of
-  other makers, and takes microseconds to begin.
+* Large float32 products go to oneDNN, except on Intel's processors. MKL, which the compiler takes,
+  keeps to half-width vectors on processors of other makers.
+* Small ones become loops of the compiler there: a call of MKL takes microseconds to begin.
 * Values that are costly, few and used by many are computed once. Adam's powers bᵗ are two numbers
   for a network, and the compiler computes them in each loop over elements.
 
@@ -29,7 +29,7 @@ MIN_MULTIPLICATIONS = 2**22
 """Multiplications that repay the ten microseconds that a call of oneDNN takes to begin."""
 
 MAX_LOOPED_MULTIPLICATIONS = 2**16
-"""Multiplications that a loop without blocks does before a call of MKL has done them."""
+"""The most multiplications for which a plain loop takes no longer than a call of MKL."""
 
 MIN_USERS_PER_VALUE = 16
 """Elements for each costly value that repay the memory to store it."""
@@ -132,17 +132,17 @@ def sum_small_products(graph: Graph) -> None:
 
         (a @ b)[m, n] = Σₖ a[m, k] · b[k, n]
 
-    A product stays if the elements of a row of ``b`` do not lie side by side, or if a size is
-    unknown.
+    A matrix that is computed pointwise is stored before. A product stays if the elements of a row
+    of ``b`` do not lie side by side, or if a size is unknown.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
         a, b = node.args
         if node.kwargs or not _repays_loop(_value(a), _value(b)):
             continue
-        for matrix in {a, b}:
-            # Unless it is stored, the loop computes an element anew for each product with it.
-            source = _skip_views(matrix)
-            if _is_pointwise(source) and source.target is not _aten.clone.default:
+        # What is no view comes first: in h.t() @ h, a view of what is stored needs no store.
+        for matrix in sorted((a, b), key=_is_view):
+            if _is_inlined(matrix):
+                # The loop would compute each element anew for each product with it.
                 _store(graph, matrix)
         a, b = node.args
         with graph.inserting_before(node):
@@ -155,21 +155,24 @@ def sum_small_products(graph: Graph) -> None:
 
 
 def _repays_loop(a: Tensor, b: Tensor) -> bool:
-    """Returns whether a loop computes ``a @ b`` of float32 matrices on the CPU sooner than MKL."""
+    """Returns whether ``a @ b`` is a small float32 product on the CPU, with dense rows in ``b``."""
     if a.device.type != "cpu" or a.dtype != torch.float32 or not _has_dense_rows(b):
         return False
     sizes = (*a.shape, b.shape[1])
     if not all(isinstance(size, int) for size in sizes):
         return False
-    num_products: int = math.prod(sizes)
-    return num_products <= MAX_LOOPED_MULTIPLICATIONS
+    num_multiplications: int = math.prod(sizes)
+    return num_multiplications <= MAX_LOOPED_MULTIPLICATIONS
 
 
-def _skip_views(node: Node) -> Node:
-    """Returns the node that a chain of views begins at; the node itself if it is no view."""
+def _is_inlined(node: Node) -> bool:
+    """Returns whether a node is pointwise, or a view of such a node, and no copy.
+
+    A copy is what ``_store`` makes.
+    """
     while _is_view(node):
         node = node.all_input_nodes[0]
-    return node
+    return _is_pointwise(node) and node.target is not _aten.clone.default
 
 
 def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -235,8 +238,8 @@ def _repays_onednn(a: Tensor, b: Tensor) -> bool:
     sizes = (*a.shape, b.shape[1])
     if not all(isinstance(size, int) for size in sizes):
         return True
-    num_products: int = math.prod(sizes)
-    return num_products >= MIN_MULTIPLICATIONS
+    num_multiplications: int = math.prod(sizes)
+    return num_multiplications >= MIN_MULTIPLICATIONS
 
 
 def _has_dense_rows(matrix: Tensor) -> bool:

@@ -71,6 +71,7 @@ def scan_group(
         result = backends.scanned(inputs, accumulator, None)
         if not result.depends_on_params:
             raise validation.no_dependence_error()
+        # Known counts are no output, which would be one more tensor for every microbatch.
         num_tokens: Any = ()
         if counts is None:
             num_tokens = sum_weights([result.weights]).num_tokens
