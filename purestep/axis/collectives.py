@@ -179,7 +179,7 @@ def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> T
     check_axis(axis)
 
     def scatter(leaf: Tensor) -> Tensor:
-        length = leaf.shape[dim]
+        length = leaf.size(dim)
         if tiled:
             condition = "a multiple of"
             fits = length % axis.size == 0

@@ -88,7 +88,10 @@ def compile_function(
 
 
 def _is_of_backend(error: Exception) -> bool:
-    """Returns whether the backend of the compiler failed, before anything was computed."""
+    """Returns whether an error says that the compiler's backend failed to compile a graph.
+
+    Nothing has been computed then, if ``fullgraph`` is set. Otherwise earlier graphs may have run.
+    """
     return type(error).__name__ in ("InductorError", "BackendCompilerFailed")
 
 

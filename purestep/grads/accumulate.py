@@ -257,9 +257,10 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
 
 
 def add_aux(total: Tree, aux: Tree) -> Tree:
-    """Returns the sum of both in new memory; a ``total`` without leaves counts as zero.
+    """Returns the sum of two trees in new memory; a copy of ``aux`` if ``total`` is ``()``.
 
-    Half precision is summed in float32, integers in int64. Raises ``ValueError`` if shapes differ.
+    Half precision is summed in float32, integers in int64. Raises ``ValueError`` if structures or
+    shapes differ.
 
     >>> add_aux({"correct": torch.tensor(2)}, {"correct": torch.tensor(3)})
     {'correct': tensor(5)}

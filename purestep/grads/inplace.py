@@ -101,10 +101,12 @@ def run_backward_into(
     it returns False at once; else whether any leaf has a sum, even from an earlier microbatch. The
     graph is freed. Leaves get ``requires_grad``, and the accumulator's dtypes as ``grad_dtype``. No
     sum shares memory with ``data``, cotangents, leaves or another sum. ``on_grad_ready`` takes each
-    sum that the pass reaches, and returns the tensor to keep. ``needs_checks`` warns of module
-    parameters beside ``leaves``, and of a softmax before a cross entropy. It raises ``ValueError``
-    if the loss recomputes with these parameters, unless the leaves ``are_module_parameters``
-    themselves.
+    sum that the pass reaches, and returns the tensor to keep.
+
+    With ``needs_checks``, it warns of module parameters that the loss reads beside ``leaves``, and
+    of a softmax before a cross entropy. It then raises ``ValueError`` for a reentrant
+    checkpoint. It also does so for a checkpoint that recomputes with module parameters beside
+    ``leaves``, unless ``are_module_parameters``: then the leaves are the module's.
     """
     for index in reversed(range(len(terms))):
         if not terms[index].requires_grad:

@@ -97,9 +97,10 @@ def reset_parameters(
 
 
 def _copy_tensor(tensor: Tensor) -> Tensor:
-    """Returns a clone of a tensor, to which a reset may write.
+    """Clones a tensor, so that a reset may write to it; for a parameter, makes an empty stand-in.
 
-    A parameter becomes one on "meta", of the same shape, dtype and ``requires_grad``.
+    The stand-in is a parameter on "meta", wherever the parameter is. It has the same shape, dtype
+    and ``requires_grad``.
     """
     if not isinstance(tensor, Parameter):
         return tensor.clone()

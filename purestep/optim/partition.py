@@ -224,7 +224,8 @@ def split_state(
 ) -> list[OptState] | None:
     """Returns the state of each share; None if the joined state does not fit the shares.
 
-    A dict fits if it has their labels, and a tuple if it has their number.
+    With ``is_transform``, a tuple fits if it has one state for each share. Otherwise a dict fits if
+    its keys are the labels of the shares.
     """
     if is_transform:
         if isinstance(state, tuple) and len(state) == len(shares):

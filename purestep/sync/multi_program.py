@@ -153,10 +153,11 @@ class MultiProgramSession:
     def _fingerprint(
         self, params: Params, opt_state: Tree, num_microbatches: int
     ) -> dict[str, TreeFingerprint]:
-        """Fingerprints all that must be the same on every rank, by its name in errors.
+        """Fingerprints what is compared between ranks, by its name in errors.
 
-        These are params, ``opt_state`` and the settings. With ``gather="loss"``, so is the number
-        of microbatches; with a ``weight_fn``, only whether it is zero.
+        That is the settings, and structure, dtypes and shapes of params and ``opt_state``, without
+        the values of tensors. With ``gather="loss"``, it is also the number of microbatches. With a
+        ``weight_fn``, only whether that is zero counts.
         """
         # Settings first: ranks that make different calls differ in all three.
         trees = {"settings": self._config, "params": params, "opt_state": opt_state}
