@@ -266,6 +266,23 @@ def test_values_that_a_loss_reads_may_change(make_compiled: Any) -> None:
     SCALE[0] = 1.0
 
 
+def test_a_global_may_change_where_several_graphs_read_it() -> None:
+    """After a branch on data, a graph begins in this file: ``SCALE`` is a global without a module."""
+
+    def scale_twice(x: Tensor) -> Tensor:
+        scaled = x * SCALE[0]
+        if scaled.sum() < 0:
+            return x
+        return scaled * SCALE[0]
+
+    x = torch.ones(2)
+    compiled = ps.compile(scale_twice, backend="eager")
+    assert_same(compiled(x), x)
+    SCALE[0] = 3.0
+    assert_same(compiled(x), 9 * x)
+    SCALE[0] = 1.0
+
+
 def test_a_whole_step_has_few_guards_on_globals() -> None:
     """Only on those that the loss reads.
 
@@ -296,6 +313,7 @@ KEEPS_GUARD = {
     "G['__builtins_dict__7']['len']": False,
     "G['___unnamed_scope_1_c0']['_tuple_new'].__self__": False,
     "G['__import_torchtrain_dot_loss'].RATE": True,
+    "G['SCALE']": True,
     "G['__import___main__'].factors['_tuple_new']": True,
     "G['___unnamed_scope_1_c0']['factor']": True,
     "L['loss_fn'].__closure__[0].cell_contents": True,

@@ -35,7 +35,7 @@ STEP = torch.tensor(3)
 LEAF = torch.linspace(-1, 1, 4 * MIN_USERS_PER_VALUE)
 KEPT = "aten.as_strided.default"
 """The operator that keeps a number, so that it is computed once."""
-SIDE = 192  # SIDE ** 3 > LEAST
+SIDE = 192  # SIDE ** 3 > MIN_MULTIPLICATIONS
 
 
 def operators_after(
@@ -396,6 +396,12 @@ def test_a_matrix_and_its_transpose_are_stored_once() -> None:
     for _ in range(20):
         operators = operators_with_products(multiply, x)
         assert operators.count(KEPT) == 1
+
+    def square(x: Tensor) -> Tensor:
+        powers = x.exp2()
+        return powers @ powers
+
+    assert operators_with_products(square, x).count(KEPT) == 1
 
 
 def test_compiled_loops_of_every_layout_and_size() -> None:

@@ -5,12 +5,14 @@ Values stay the same, up to rounding. The compiler calls four rewrites by its pu
 
 * ``c + a @ b`` becomes a product and a sum, which joins the next kernel.
 * Large float32 products go to oneDNN, except on Intel's processors. MKL, which the compiler takes,
-  keeps to half-width vectors on processors of other makers.
-* Small ones become loops of the compiler there: a call of MKL takes microseconds to begin.
+  uses vectors of half the width on processors of other makers.
+* On those processors, small products become loops that the compiler generates: a call of MKL takes
+  microseconds to begin.
 * Values that are costly, few and used by many are computed once. Adam's powers bᵗ are two numbers
   for a network, and the compiler computes them in each loop over elements.
 
-The import defines an operator, so it happens with the first function that is compiled.
+Each rewrite stays in this file: the key of the compiler's cache hashes this file alone. The import
+defines an operator, so it happens with the first function that is compiled.
 """
 
 import math
@@ -67,8 +69,8 @@ def inductor_options() -> dict[str, Any]:
     return {
         "cpp_wrapper": not (has_accelerator or has_ranks),
         "post_grad_custom_post_pass": rewrites,
-        # torch caches no graph with a loop that is not named here, and compiles a stacked group
-        # again in each process. The key of its cache has the body: another loss is another graph.
+        # torch's cache on disk refuses a graph with ``scan`` unless it is named here. The loop's
+        # body is part of the cache's key: another loss is another graph.
         "unsafe_marked_cacheable_functions": {SCAN_NAME: torch.__version__},
     }
 
@@ -137,10 +139,10 @@ def sum_small_products(graph: Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
         a, b = node.args
-        if node.kwargs or not _repays_loop(_value(a), _value(b)):
+        if not _repays_loop(_value(a), _value(b)):
             continue
-        # What is no view comes first: in h.t() @ h, a view of what is stored needs no store.
-        for matrix in sorted((a, b), key=_is_view):
+        # Views come last: once h is stored, its view h.t() needs no store.
+        for matrix in sorted(node.all_input_nodes, key=_is_view):
             if _is_inlined(matrix):
                 # The loop would compute each element anew for each product with it.
                 _store(graph, matrix)
@@ -156,13 +158,21 @@ def sum_small_products(graph: Graph) -> None:
 
 def _repays_loop(a: Tensor, b: Tensor) -> bool:
     """Returns whether ``a @ b`` is a small float32 product on the CPU, with dense rows in ``b``."""
-    if a.device.type != "cpu" or a.dtype != torch.float32 or not _has_dense_rows(b):
-        return False
+    is_small = _num_multiplications(a, b) <= MAX_LOOPED_MULTIPLICATIONS
+    return is_small and _is_float32_on_cpu(a) and _has_dense_rows(b)
+
+
+def _num_multiplications(a: Tensor, b: Tensor) -> float:
+    """Returns the number of multiplications in ``a @ b``; infinite if a size is unknown."""
     sizes = (*a.shape, b.shape[1])
     if not all(isinstance(size, int) for size in sizes):
-        return False
+        return math.inf
     num_multiplications: int = math.prod(sizes)
-    return num_multiplications <= MAX_LOOPED_MULTIPLICATIONS
+    return num_multiplications
+
+
+def _is_float32_on_cpu(matrix: Tensor) -> bool:
+    return matrix.device.type == "cpu" and matrix.dtype == torch.float32
 
 
 def _is_inlined(node: Node) -> bool:
@@ -217,7 +227,7 @@ def use_onednn(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
         a, b = node.args
         a_value = _value(a)
-        if node.kwargs or not _repays_onednn(a_value, _value(b)):
+        if not _repays_onednn(a_value, _value(b)):
             continue
         with graph.inserting_before(node):
             if not _has_dense_rows(a_value):
@@ -233,13 +243,8 @@ def _repays_onednn(a: Tensor, b: Tensor) -> bool:
 
     Sizes that are unknown count as large: ``onednn_matmul`` checks again.
     """
-    if a.device.type != "cpu" or a.dtype != torch.float32:
-        return False
-    sizes = (*a.shape, b.shape[1])
-    if not all(isinstance(size, int) for size in sizes):
-        return True
-    num_multiplications: int = math.prod(sizes)
-    return num_multiplications >= MIN_MULTIPLICATIONS
+    is_large = _num_multiplications(a, b) >= MIN_MULTIPLICATIONS
+    return is_large and _is_float32_on_cpu(a)
 
 
 def _has_dense_rows(matrix: Tensor) -> bool:

@@ -3,6 +3,7 @@
 The compiler's own import takes a second, so it happens with the first function that is compiled.
 """
 
+import builtins
 import functools
 import itertools
 import re
@@ -10,13 +11,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional
-from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.overrides import TorchFunctionMode
 
 from purestep.stacked import Stacked
 from purestep.torch_private import forward_level, has_transforms
@@ -26,13 +28,10 @@ Compiler: TypeAlias = Callable[..., Callable[..., Any]]
 
 _NAMES = "(torch|optree|einops|purestep)"
 LIBRARIES = re.compile(
-    rf"G\['(__builtins_dict__|__import_{_NAMES}(_dot_|'))|__import__\('{_NAMES}'\)|^G\['(?!__)"
+    rf"G\['(__builtins_dict__|__import_{_NAMES}(_dot_|'))|__import__\('{_NAMES}'\)"
     r"|^G\['___unnamed_scope_\w+'\]\['_tuple_new'\]|^G\['_\d+_c\d+'\]\.Tensor$"
 )
-"""Names by which the compiler refers to globals of libraries, NamedTuples and ``torch.Tensor``.
-
-Names without underscores are those of this module, where each compiled function begins.
-"""
+"""Names by which the compiler refers to globals of libraries, NamedTuples and ``torch.Tensor``."""
 
 _NO_HOOKS = (
     "compile=True takes no saved_tensors_hooks around a step, such as save_on_cpu: "
@@ -40,6 +39,9 @@ _NO_HOOKS = (
 )
 
 _numbers = itertools.count()
+
+_outer: list[None] = []
+"""Stays empty. A compiler refuses a change of it in the body of an operator."""
 
 
 def compile_function(
@@ -73,13 +75,11 @@ def compile_function(
         try:
             return graph(*args, **kwargs)
         except Exception as error:
-            has_wrapper = own_options.get("cpp_wrapper", False)
             # Without ``fullgraph``, the first of several graphs may have written to its inputs.
-            if not (
-                has_wrapper and settings.get("fullgraph") and _is_of_backend(error)
-            ):
+            may_retry = settings.get("fullgraph") and own_options.get("cpp_wrapper")
+            if not (may_retry and _is_of_backend(error)):
                 raise
-        # torch 2.11 fails with it on loops, which other code calls as well.
+        # torch 2.11 fails with it on ``scan``, which your code may call, too: only the error tells.
         own_options["cpp_wrapper"] = False
         graph = torch.compile(_with_own_cache(function), **settings)
         return graph(*args, **kwargs)
@@ -303,10 +303,10 @@ def refuse_bodies() -> None:
     """Makes a compiler fail if it traces this call in an operator's body, as of ``torch.cond``.
 
     There autograd would silently give zeros, since the compiler takes a body's operations below
-    autograd. It refuses bodies that enter a mode, as this does. Elsewhere this changes nothing.
+    autograd. It refuses bodies that change an outer list, as this does. A mode would not do: the
+    compiler refuses the first change of the modes in a trace, and no later one.
     """
-    with BaseTorchFunctionMode():
-        pass
+    _outer.clear()
 
 
 class LetSizesVary(TorchFunctionMode):
@@ -371,14 +371,17 @@ def _with_own_cache(function: Callable[..., Any]) -> Callable[..., Any]:
     By code the compiler caches and counts graphs, by name the sizes that vary. All update steps run
     the same code: the ninth would be compiled no more, the second with sizes that vary.
     ``isolate_recompiles`` separates graphs alone.
+
+    The code has no globals, so a global that the compiler names without its module is the user's.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    name = f"call_{next(_numbers)}"
-    call.__code__ = call.__code__.replace(co_name=name)
-    return functools.update_wrapper(call, function, updated=())
+    code = call.__code__.replace(co_name=f"call_{next(_numbers)}")
+    no_globals = {"__name__": __name__, "__builtins__": builtins}
+    wrapper = FunctionType(code, no_globals, closure=call.__closure__)
+    return functools.update_wrapper(wrapper, function, updated=())
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -56,7 +56,7 @@ def scan_group(
     weights: Any = group.weights
     counts = group.counts
     # Where the step counts, the weights of all microbatches are there, stacked like these.
-    # Not by truth: torch 2.11's compiler takes a stacked group for empty.
+    # Not by ``if weights``: torch 2.11's compiler takes a stacked group for empty.
     has_weights = weights is not None
     rows = microbatches.batch, weights.batch if has_weights else ()
     row_leaves, row_spec = tree.flatten(rows)
@@ -71,7 +71,7 @@ def scan_group(
         result = backends.scanned(inputs, accumulator, None)
         if not result.depends_on_params:
             raise validation.no_dependence_error()
-        # Known counts are no output, which would be one more tensor for every microbatch.
+        # Known counts are no output: each output is stacked over all microbatches.
         num_tokens: Any = ()
         if counts is None:
             num_tokens = sum_weights([result.weights]).num_tokens
@@ -97,9 +97,9 @@ def scan_group(
 def _let_body_enter_modes() -> None:
     """Lets the body of the next loop in a trace enter function modes, such as dropout by keys.
 
-    A trace refuses its first mode within a body, as a change of what lies outside of it:
+    The compiler refuses the first change of the modes in a trace if it happens in a body:
         apply(params, microbatch["x"], key=microbatch["keys"])
-    So one is entered outside, and does nothing.
+    After one change outside, it allows them. This one does nothing.
     """
     with TorchFunctionMode():
         pass
