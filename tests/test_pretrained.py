@@ -391,6 +391,18 @@ def test_values_that_would_be_lost() -> None:
     assert torch.equal(norm.running_mean, before)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_reset_sees_the_mode_of_the_module(training: bool) -> None:
+    def fill_by_mode(part: nn.Module) -> None:
+        if isinstance(part, nn.Linear):
+            nn.init.constant_(part.weight, float(part.training))
+
+    module = nn.Linear(2, 2, bias=False).train(training)
+    params, _ = ps.from_module(module)
+    drawn = ps.reset_parameters(module, like=params, reset=fill_by_mode)
+    assert_same(drawn["weight"], torch.full((2, 2), float(training)))
+
+
 def test_a_function_that_initializes_models_of_transformers() -> None:
     with init_empty_weights(include_buffers=False):
         empty = make_llama(tie_word_embeddings=True)
