@@ -92,6 +92,13 @@ def test_results_of_ranks_lie_along_the_last_dimension() -> None:
         assert_same(result, -x.permute(1, 2, 0))
 
 
+def test_ranks_along_the_last_dimension_are_gathered_in_front() -> None:
+    axis = ps.VmapAxis(2)
+    x = torch.arange(12).view(2, 3, 2)
+    result = axis.map(lambda x: ps.all_gather(x, axis), in_dims=2, out_dims=None)(x)
+    assert_same(result, x.permute(2, 0, 1))
+
+
 GROUP: Any = cast("Any", dist.ProcessGroup)(0, 1)
 NAMES: list[Any] = ["dp", ("dp", "cp"), GROUP]
 
