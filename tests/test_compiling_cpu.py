@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import purestep as ps
 from purestep.compiling.cpu import (
     MAX_LOOPED_MULTIPLICATIONS,
-    MIN_MULTIPLICATIONS,
+    MIN_ONEDNN_MULTIPLICATIONS,
     MIN_USERS_PER_VALUE,
     hoist_scalars,
     inductor_options,
@@ -35,7 +35,7 @@ STEP = torch.tensor(3)
 LEAF = torch.linspace(-1, 1, 4 * MIN_USERS_PER_VALUE)
 KEPT = "aten.as_strided.default"
 """The operator that keeps a number, so that it is computed once."""
-SIDE = 192  # SIDE ** 3 > MIN_MULTIPLICATIONS
+SIDE = 192  # SIDE ** 3 > MIN_ONEDNN_MULTIPLICATIONS
 
 
 def operators_after(
@@ -260,7 +260,7 @@ def check_product(a: Tensor, b: Tensor) -> None:
 def test_products_of_every_layout() -> None:
     lefts = layouts(SIDE, SIDE + 16, seed=0)
     rights = layouts(SIDE + 16, SIDE - 8, seed=1)
-    assert SIDE * rights[0].numel() >= MIN_MULTIPLICATIONS
+    assert SIDE * rights[0].numel() >= MIN_ONEDNN_MULTIPLICATIONS
 
     for left in lefts:
         check_product(left, rights[0])
@@ -275,7 +275,7 @@ def test_products_of_every_layout() -> None:
         (3, 0, 5),
         (3, 4, 0),
         (1, 1, 1),
-        (1, MIN_MULTIPLICATIONS, 1),
+        (1, MIN_ONEDNN_MULTIPLICATIONS, 1),
     ],
 )
 def test_products_of_every_size(m: int, k: int, n: int) -> None:

@@ -27,7 +27,7 @@ from purestep.torch_private import SCAN_NAME, graph_pass, onednn_linear
 
 _aten = torch.ops.aten
 
-MIN_MULTIPLICATIONS = 2**22
+MIN_ONEDNN_MULTIPLICATIONS = 2**22
 """Multiplications that repay the ten microseconds that a call of oneDNN takes to begin."""
 
 MAX_LOOPED_MULTIPLICATIONS = 2**16
@@ -192,7 +192,7 @@ def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
     tensor([[1., 2.],
             [3., 4.]])
     """
-    if a.shape[0] * b.numel() < MIN_MULTIPLICATIONS:
+    if a.shape[0] * b.numel() < MIN_ONEDNN_MULTIPLICATIONS:
         return torch.mm(a, b)
     dims = sorted(zip(b.stride(), b.shape, strict=True))
     (inner_stride, inner_size), (outer_stride, _) = dims
@@ -243,7 +243,7 @@ def _repays_onednn(a: Tensor, b: Tensor) -> bool:
 
     Sizes that are unknown count as large: ``onednn_matmul`` checks again.
     """
-    is_large = _num_multiplications(a, b) >= MIN_MULTIPLICATIONS
+    is_large = _num_multiplications(a, b) >= MIN_ONEDNN_MULTIPLICATIONS
     return is_large and _is_float32_on_cpu(a)
 
 
