@@ -12,7 +12,7 @@ demo: .venv/installed
 test: .venv/installed
 	$(MAKE) --no-print-directory -j 2 checks tests
 
-# Side by side: mypy takes one core for half a minute.
+# Side by side: mypy takes one core for ten seconds.
 checks: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
