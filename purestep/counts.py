@@ -32,7 +32,11 @@ class PreweightedMicrobatches(Sequence[Microbatch]):
 
     @abstractmethod
     def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:
-        """Returns the checked weights of each microbatch by ``weight_fn``, perhaps on the host."""
+        """Returns each microbatch's weights by ``weight_fn``, checked as ``compute_weights`` does.
+
+        They may have been computed before. They may lie on the host, even if microbatches lie on a
+        device.
+        """
 
 
 class WeightedMicrobatches(NamedTuple):
@@ -241,9 +245,10 @@ def sum_stacked_weights(weights: Tensor) -> TokenCounts:
 
 
 def check_count(counts: TokenCounts) -> None:
-    """Raises ``ValueError`` if N, the number of tokens, is negative, infinite or NaN: it overflows.
+    """Raises ``ValueError`` if N, the number of tokens, is negative, infinite or NaN.
 
-    Where a device, a transform or a compiler hides N, nothing is checked.
+    The sum of the weights has then overflowed. Nothing is checked where the host cannot read N: on
+    a device, in a compiler's trace, or where a ``vmap`` batches N.
     """
     total = tree.concrete_scalar(counts.num_tokens)
     if total is not None and not 0 <= total < math.inf:

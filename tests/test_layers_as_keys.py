@@ -180,7 +180,15 @@ def hook_of_object() -> tuple[Hook, Features]:
 
 def hook_with_method() -> tuple[Hook, Features]:
     features: Features = {}
-    return lambda layer, args, output: features.__setitem__(layer, output), features
+    update = features.update
+    return lambda layer, args, output: update({layer: output}), features
+
+
+def hook_with_operator() -> tuple[Hook, Features]:
+    """Has a method of another type: that of Python's operators."""
+    features: Features = {}
+    store = features.__setitem__
+    return lambda layer, args, output: store(layer, output), features
 
 
 def hook_with_closure() -> tuple[Hook, Features]:
@@ -208,6 +216,7 @@ def hook_with_keyword() -> tuple[Hook, Features]:
     [
         hook_with_closure,
         hook_with_method,
+        hook_with_operator,
         hook_with_keyword,
         hook_of_object,
         hook_with_global,

@@ -248,9 +248,10 @@ def raise_no_graph(function: Callable[..., Any], error: Exception) -> NoReturn:
 
 
 def _rose_in_the_compiler(error: Exception) -> bool:
-    """Returns whether the compiler's frames are among those that an error passed.
+    """Returns whether the traceback of an error leads through Dynamo, torch's compiler.
 
-    Its own assertions are plain ones, as those about ``torch.cond``.
+    The class of an error does not tell: some of the compiler's are plain ``AssertionError``, as
+    those about ``torch.cond``. An error that a function raises while it is traced counts, too.
     """
     frames = traceback.walk_tb(error.__traceback__)
     files = {frame.f_code.co_filename for frame, _ in frames}

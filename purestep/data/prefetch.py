@@ -323,10 +323,14 @@ class _Prefetcher:
         raise error
 
     def next_microbatch(self, group: PrefetchedGroup) -> Microbatch:
-        """Frees a slot, and returns the group's next microbatch, once the thread has queued it.
+        """Returns the group's next microbatch, once the thread has queued its copy.
 
-        On CUDA, the current stream waits for the copy, but the host does not. Raises
-        ``RuntimeError`` after a later group or ``close``, or the thread's error if copying failed.
+        Before it waits, it frees a slot, since the consumer lets go of the microbatch before. On
+        CUDA, the current stream waits for the copy, but the host does not. The group must have a
+        further microbatch.
+
+        Raises ``RuntimeError`` if ``next_group`` has been called again, or after ``close``. Raises
+        the thread's error if copying failed.
         """
         item = None
         with self.changed:

@@ -36,8 +36,10 @@ def split(batch: Tree, k: int) -> list[Microbatch]:
 def merge(microbatches: Sequence[Microbatch]) -> Tree:
     """Joins microbatches into the batch that ``split`` cut: its exact inverse.
 
-    The leaves are new, and mappings become dicts. Raises ``ValueError`` unless all have the same
-    fields and one length, and if there are none.
+    It joins leaves along their first dimension. The leaves are new, and mappings become dicts.
+    Raises ``ValueError`` without microbatches, or if they differ in fields, dtypes or row shapes.
+    The first dimension must have the same size in all leaves of all microbatches; else it raises
+    ``ValueError``, too.
 
     >>> merge([{"x": torch.arange(2)}, {"x": torch.arange(2, 4)}])
     {'x': tensor([0, 1, 2, 3])}

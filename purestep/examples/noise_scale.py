@@ -66,7 +66,8 @@ def measured_update_step(
         E (Σₖ nₖ ‖gₖ‖² − N ‖g‖²) = (K − 1) tr Σ          E ‖g‖² = ‖G‖² + tr Σ / N
 
     K counts microbatches with tokens, over all ranks: two at least, drawn independently. With
-    fewer, ``squared_norm`` is not finite, but the update is right. Weights must be 0 or 1.
+    fewer, ``squared_norm`` is not finite. With one, the update is right; with none, the optimizer
+    updates by zero gradients. Weights must be 0 or 1, which is not checked.
 
     >>> group = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])]
     >>> sgd, w = ps.optim.sgd(0.5), torch.tensor(0.0)

@@ -170,10 +170,10 @@ def prepare_multi_head() -> None:
 
 
 def drop_by_example(weights: Tensor, p: CarriedDropout) -> Tensor:
-    """Drops elements of attention weights of shape (examples · heads, queries, keys) by ``p``.
+    """Applies the dropout of ``p`` to attention weights of shape (examples · heads, queries, keys).
 
-    Its dropout gets them as (examples, heads, queries, keys), since keys need a dimension for the
-    examples alone.
+    The dropout gets them as (examples, heads, queries, keys). Random keys, one for each example,
+    need a dimension of the examples alone. The result has the shape of ``weights``.
     """
     by_example = weights.unflatten(0, (-1, p.num_heads))
     return p.dropout(by_example, p.rate).view_as(weights)

@@ -112,9 +112,12 @@ class KeyedDropout(TorchFunctionMode):
     def _patch_checkpoint(self) -> None:
         """Makes the innermost checkpoint, if any, draw the same numbers when it recomputes.
 
-        The backward pass calls the checkpoint's function outside of this mode. So its function is
-        replaced by one that enters a mode again, and counts draws from where this mode is now.
-        Raises ``ValueError`` if an inner checkpoint has drawn before the outer one was seen.
+        The backward pass calls the checkpoint's ``recompute_fn`` outside of this mode. So that is
+        wrapped, once, in a new mode, which counts draws from the present number on. This happens at
+        the checkpoint's first operation.
+
+        Raises ``ValueError`` if the operation before was in another checkpoint, which has drawn and
+        ended. It may lie inside this one: at which number this one began is then unknown.
         """
         last_frame = self._last_frame
         frame = checkpoint_frame()

@@ -84,14 +84,18 @@ def check_first_call(
     inputs: Sequence[Any],
     uses_keys: bool,
 ) -> Iterator[dict[Any, str]]:
-    """Raises if a call writes to ``frozen``, reads ``own_storages``, or draws without keys.
+    """Checks in a context what a module's first call does, and raises ``ValueError`` if it may not.
 
-    The context raises ``ValueError`` before the first of these operations runs; for another tensor
-    assigned to ``.data``, at its end. It yields the names of frozen tensors by storage, to which a
-    unit adds the params that it gathers. ``own_storages`` are those of the module's own
-    parameters, instead of which the call should compute with params. They may be read where they
-    are also inputs, or ``frozen``: a caller may pass them as params. Draws are checked if
-    ``uses_keys``: torch's in operations, Python's and numpy's at the end.
+    * An operation that writes to a tensor in ``frozen`` raises before it runs. If another tensor
+      was assigned to its ``.data``, the context raises at its end.
+    * An operation that uses the module's own parameters raises before it runs: it should compute
+      with params. ``own_storages`` names their memory. Memory that is also in ``inputs`` or
+      ``frozen`` may be used, since a caller may pass the parameters themselves.
+    * With ``uses_keys``, an operation of torch that draws random numbers raises before it runs. If
+      Python's or numpy's generator has drawn, the context raises at its end.
+
+    It yields the names of frozen tensors by storage. A unit adds the params that it gathers: they
+    are then frozen, too.
 
     >>> weight = torch.nn.Linear(1, 1).weight
     >>> with check_first_call({"weight": weight}, OwnStorages({}), [], False):

@@ -12,7 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import BuiltinMethodType, CellType, FunctionType, MethodType
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+)
 from typing import Any
 
 from torch.nn import Module
@@ -63,7 +69,8 @@ def _find_references(obj: Any) -> Iterable[Any]:
     """
     if isinstance(obj, MethodType):
         return [obj.__func__, obj.__self__]
-    if isinstance(obj, BuiltinMethodType):  # ``features.__setitem__``
+    # ``features.update`` and ``features.__setitem__``
+    if isinstance(obj, BuiltinMethodType | MethodWrapperType):
         return [obj.__self__]
     if isinstance(obj, partial):
         return [obj.func, *obj.args, *obj.keywords.values()]

@@ -84,9 +84,10 @@ def rebuild(
 ) -> Copies:
     """Copies the module around tensors; ``is_eval`` puts the copy in evaluation mode.
 
-    The tensors replace those of ``make_recipe``, in the same order. No ``__init__`` runs. With
-    ``takes_hooks``, which takes longer, hooks can be registered on parts that have none. Without
-    it, that raises ``ValueError``.
+    Without ``is_eval``, each part has the mode that it had for ``make_recipe``. The tensors replace
+    those of ``make_recipe``, in the same order. No ``__init__`` runs. With ``takes_hooks``, which
+    takes longer, hooks can be registered on parts that have none. Without it, that raises
+    ``ValueError``.
 
     This runs in each call, so it is a few plain loops; a compiler traces them like other code.
     """

@@ -225,10 +225,15 @@ def install_units(
 ) -> None:
     """Changes a copied module in place, so that each unit gathers its shards when it is called.
 
-    The backward pass gathers them again; with ``is_remat``, it also computes the unit again.
-    Between calls, an ``Absent`` stands for each param of a unit. In a call, params in ``layouts``
-    are wrapped as these say. In a module's first call, ``frozen_names`` has the names of tensors
-    that must not be written to, by storage; units add their params. Otherwise it is None.
+    ``shards`` are the sharded params, by name. A unit that has none of them stays as it is. Between
+    calls, an ``Absent`` stands for each sharded param. In a call, the params in ``layouts`` become
+    DTensors, or go through ``pvary``, as ``wrap`` does.
+
+    The backward pass gathers the shards again. With ``is_remat``, it also computes the unit again.
+    Without it, under transforms of ``torch.func``, the full params stay as tensors of the graph.
+
+    In a first call, ``frozen_names`` has, by storage, the names of tensors that must not be written
+    to. While a unit runs, its full params are among them. In other calls it is None.
     """
     for unit in units:
         slots = [slot for slot in unit.slots if slot.name in shards]

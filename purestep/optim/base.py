@@ -358,7 +358,8 @@ def state_mismatch(init: Init, state: OptState, params: Params) -> str | None:
     """Describes how a state differs from ``init(params)``; returns None if it does not.
 
     Containers, shapes and dtypes are compared. In every leaf, float64, float32, bfloat16 and
-    float16 count as one dtype. Of shards against full tensors it says no more than that.
+    float16 count as one dtype. If the state is sharded and params are not, the text says only that.
+    So it does for the reverse, if both are containers of one type with as many leaves.
     """
     expected = init(params)
     difference = tree.describe_mismatch(state, expected, "opt_state")

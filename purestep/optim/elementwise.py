@@ -316,8 +316,8 @@ def write_group(
 def update_params_(formula: Formula, columns: Columns, applied: Tensor | None) -> None:
     """Writes the results of an Optimizer's formula over params and slots.
 
-    The columns are gradients, params and slots. Where ``applied`` is False, params and slots stay
-    as they are; None means True.
+    The columns are gradients, params and slots. If the bool scalar ``applied`` is False, params and
+    slots keep their values, to the bit; None means True.
     """
     for grads, *old in split_by_size(columns):
         writable = old

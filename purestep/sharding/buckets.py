@@ -264,7 +264,8 @@ class GradBuckets:
     def launch(self) -> None:
         """Launches all buckets that are left, in order.
 
-        A leaf that has not been added, as after a failure, sends any values.
+        For a leaf that has not been added, as after a failure, it sends uninitialized memory: so
+        the other ranks do not wait.
         """
         while self._num_launched < len(self._buckets):
             self._launch_next()

@@ -132,7 +132,10 @@ def row_numel(shard_spec: ShardSpec) -> int:
 
 
 def pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
-    """Pads a dimension with zeros at its end, up to a length; returns x itself if it has that."""
+    """Pads a dimension with zeros at its end, up to a length; returns x itself if it has that.
+
+    ``dim`` must not be negative, and ``length`` not below that of x: torch would cut x.
+    """
     num_missing = length - x.shape[dim]
     if num_missing == 0:
         return x

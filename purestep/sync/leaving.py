@@ -104,10 +104,11 @@ class RollCall:
         self._close(Answers(1))
 
     def end(self) -> None:
-        """Takes part in one last sum over each open axis, which ranks that leave wait for.
+        """Takes part in one last sum over each open axis, and closes these axes.
 
-        It closes the axes without reading the answers. If ``before_launch`` has raised, it raises
-        ``RankLeftError`` again instead, and runs no sum.
+        A rank that leaves its loss waits for this sum. An axis is open until a sum over it shows
+        that a rank has left, or launches something else. The answers are not read. If
+        ``before_launch`` has raised, it raises ``RankLeftError`` again instead, and runs no sum.
         """
         self._raise_again()
         self._close(Answers(0))
@@ -262,7 +263,11 @@ class LossGathers:
             axis.stop_gather_log()
 
     def describe(self) -> list[str]:
-        """Lists, in order, launches as text in a roll call, else the units that gathered params."""
+        """Lists, in order, what the losses have gathered, so that ranks can compare it.
+
+        Under a ``RollCall``, it lists all launches of gathers and scatters, as text. Otherwise it
+        lists the names of the units that have gathered their params.
+        """
         if isinstance(self._guard, RollCall):
             return [f"{launch}" for launch in self.log.launches]
         return self.log.names

@@ -81,15 +81,16 @@ def place_of(rank: int, shard_specs: ShardSpecs) -> Place:
 
 
 def check_replicas(params: Params, axis: Axis, sums: GradSums) -> bool:
-    """Raises ``ValueError`` if ranks that share tokens, but not params, have different sums.
+    """Raises ``ValueError`` if ranks that share tokens have sums that differ by more than rounding.
 
-    These are the ranks of each axis over which params are sharded, and tokens are not split. They
-    compare N, the loss, and gradients of params that are not sharded over this axis. All ranks call
-    it together, after the sums over ``axis``, the step's, and all of them raise.
+    It compares the ranks of each axis over which params are sharded, but tokens are not split. Axes
+    whose ranks run one program are left out. Compared are N, the loss, and the gradients of params
+    that this axis does not shard. ``sums`` are those over ``axis``, the axis of the step. All ranks
+    call this together, and all of them raise.
 
-    Returns False if equal sums show nothing yet: without tokens, or if a loss is not finite, or a
-    gradient is zero or not finite. Otherwise returns True, also if there is nothing to compare, and
-    under autograd, a transform or a compiler.
+    Returns False if equal sums show nothing yet. That is so without tokens, if a loss is not
+    finite, or if a compared gradient is zero or not finite. Otherwise returns True, also where
+    nothing is compared: without such an axis, and under autograd, a transform or a compiler.
     """
     grads = tree.leaves(sums.grads)
     _, spec = tree.flatten(params)
@@ -173,11 +174,15 @@ def _find_other_axes(axes_of_leaves: Sequence[Any], axis: Axis) -> list[Any]:
 def _measure(
     grads: Sequence[Tensor], axes_of_leaves: Sequence[Any], others: Sequence[Any]
 ) -> tuple[Tensor, Tensor]:
-    """Returns the squared norm of each leaf, and its dot product with fixed numbers, in float64.
+    """Returns each gradient's squared norm, and its dot product with fixed numbers, in float64.
 
-    Of a sharded leaf, both are sums over all its ranks, which call this together. The dot product
-    tells gradients in different rows apart, whose norms may agree by chance. A leaf that is sharded
-    over all ``others`` has zeros. ``axes_of_leaves`` has a tuple of axes for each leaf.
+    ``axes_of_leaves`` has for each gradient a tuple of the axes over which it is sharded.
+    ``others`` are the axes whose ranks will compare both figures. A gradient that is sharded over
+    all of these is not compared, and has zeros.
+
+    Of a sharded gradient, both figures are sums over all its ranks, which call this together. Norms
+    may agree by chance, as of gradients in different rows of an embedding. The dot product tells
+    these apart.
     """
     rows = []
     for grad, axes in zip(grads, axes_of_leaves, strict=True):

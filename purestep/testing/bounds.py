@@ -104,7 +104,10 @@ def compute_bound(
 
 
 def _bound_coarse_sum(tokens: int, dtype: torch.dtype) -> float:
-    """Returns γₙ for a sum of squared errors over tokens; ``UNBOUNDED`` if n u is 0.5 or more."""
+    """Returns γₙ for a sum of squared errors over tokens, with n = 2 · ``tokens`` + 16 roundings.
+
+    Returns ``UNBOUNDED`` if n u is 0.5 or more, where u is the unit roundoff of the dtype.
+    """
     unit = torch.finfo(dtype).eps / 2
     num_roundings = 2 * tokens + 16
     if num_roundings * unit >= 0.5:

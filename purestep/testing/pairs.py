@@ -116,12 +116,14 @@ def _draw_history(
 ) -> History:
     """Draws up to five earlier updates, as each of the two runs makes them.
 
-    For "cut", "ranks" and "all" the first run makes them on one rank; for other changes both runs
-    make the same ones, on ``size`` ranks. ``keyed`` is as in ``draw_updates``.
+    For "cut", "ranks" and "all", the first run makes them on one rank, and the second on ``size``
+    ranks. For other changes, both runs make the same ones, on ``size`` ranks; for "padding", the
+    second run adds padding to them. For a task with a model, it draws one update at most.
+    ``keyed`` is as in ``draw_updates``; "padding" ignores it.
 
     In a coarse dtype, numbers after an update are no longer exact. There "cut", "ranks" and "all"
-    may have a history only in the parts "" and "equal tokens"; of other changes only "look" has
-    one.
+    may have a history only in the parts "" and "equal tokens"; of other changes only "look" may
+    have one.
     """
     if capabilities.is_coarse and change != "look":
         can_copy = change in ("cut", "ranks", "all") and part in ("", "equal tokens")

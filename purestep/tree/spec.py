@@ -46,7 +46,8 @@ def flatten(
 def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Tree:
     """Builds a tree from its ``TreeSpec`` and leaves: the inverse of ``flatten``.
 
-    Raises ValueError for another number of leaves.
+    The leaves are in the order of ``flatten``, in which the keys of a dict are sorted. The new dict
+    has its keys in their old order. Raises ValueError for another number of leaves.
 
     >>> unflatten(flatten({"b": 2, "a": [1]})[1], [3, 4])
     {'b': 4, 'a': [3]}
