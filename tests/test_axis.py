@@ -228,6 +228,18 @@ def test_refused(call: Callable[..., Any], values: list[Any], message: str) -> N
 # Threads
 
 
+@pytest.mark.timeout(60)
+def test_a_scatter_of_too_many_parts_ends_on_all_threads() -> None:
+    """No rank has a result then, and none waits for one."""
+
+    def scatter_three(x: Tensor) -> Tensor:
+        part: Tensor = THREADS.apply("psum_scatter", x)
+        return part
+
+    with pytest.raises(ValueError, match="zip"):
+        THREADS.map(scatter_three)([torch.ones(3, 1)] * 2)
+
+
 def test_launch_sends_the_buffer_as_it_is_then() -> None:
     """Writes to the buffer after the launch are lost, as they may be between processes."""
 

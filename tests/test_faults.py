@@ -597,6 +597,18 @@ def test_an_error_that_cannot_be_pickled_arrives_as_text() -> None:
     assert re.search(pattern, str(error), re.DOTALL)
 
 
+def return_function(rank: int) -> Any:
+    return lambda: rank
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_that_says_so() -> None:
+    with World(1, timeout=30) as world:
+        (error,) = world.run(return_function)
+
+    assert not isinstance(error, DeadRankError)
+    assert re.search("pickle", str(error))
+
+
 class TwoWordsError(RuntimeError):
     """Can be pickled, but not loaded: its ``args`` are not those of ``__init__``."""
 

@@ -168,6 +168,18 @@ def test_a_saved_state_outlives_donation() -> None:
     assert PROBLEM.params()["weight"].tolist() == [1, 2]
 
 
+def test_a_report_may_be_missing() -> None:
+    def update(params: Any, state: Any, microbatches: Any, problem: Problem) -> Any:
+        return params, state, {"loss": None, "num_tokens": 3}
+
+    trainer = ps.testing.jax_loop(update, capabilities=PLAIN)
+    trainer.start(PROBLEM, 1)
+    trainer.update([[]])
+    (seen,) = trainer.observe()
+    assert seen.loss is None
+    assert seen.num_tokens == 3
+
+
 def test_params_in_bfloat16_are_the_same_numbers() -> None:
     model = Linear([1.0, 1 / 3], 2.0, torch.bfloat16)
     problem = Problem(ps.testing.REGRESSION, model, 0.5)

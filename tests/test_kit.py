@@ -358,7 +358,8 @@ def test_unknown_laws(ask: Any) -> None:
         ask(PlainLoop(), ["T8"])
 
 
-def test_an_unknown_law_is_refused_before_others_are_judged() -> None:
+@pytest.mark.parametrize("ask", [ps.testing.run_laws, ps.testing.check])
+def test_an_unknown_law_is_refused_before_others_are_judged(ask: Any) -> None:
     has_started = False
 
     class Watched(PlainLoop):
@@ -367,7 +368,7 @@ def test_an_unknown_law_is_refused_before_others_are_judged() -> None:
             has_started = True
 
     with pytest.raises(ValueError, match="no law 'T8'"):
-        ps.testing.run_laws(Watched(), ["T1", "T8"])
+        ask(Watched(), ["T1", "T8"])
     assert not has_started
 
 
@@ -684,6 +685,41 @@ def test_an_update_that_is_not_sgd_and_reports_nothing_is_not_asked() -> None:
     (equation,) = judged(trainer, "T0")
     reason = "its update is not plain SGD, and it reports nothing"
     assert equation == f"not asked: {reason}"
+    test: Any = ps.testing.law_tests(lambda: trainer, ["T0"], cases=3)
+    with pytest.raises(pytest.skip.Exception, match=f"not asked: {reason}"):
+        test("T0")
+
+
+def test_a_report_that_is_missing_once_is_judged_where_it_is_there() -> None:
+    """The loop reports the loss of the update before, which the first one lacks."""
+    capabilities = Capabilities(plain_sgd=False, weights="mask")
+    reporter = Reporter(True, [])
+    losses: list[Tensor] = []
+
+    def update(
+        model: Any, optimizer: Any, microbatches: Batches, problem: Problem
+    ) -> dict[str, Tensor] | None:
+        reported = reporter.update(model, optimizer, microbatches, problem)
+        losses.append(reported["loss"])
+        return {"loss": losses[-2]} if len(losses) > 1 else None
+
+    def begin(module: Any, problem: Problem) -> Any:
+        losses.clear()
+        return adamw(module, problem)
+
+    (finding,) = judged(ps.testing.loop(update, begin, capabilities), "T0")
+    assert re.match(r"wrong: loss: .* is not ", finding)
+
+
+def test_an_observation_that_is_no_list_is_a_refusal() -> None:
+    class Single(PlainLoop):
+        evaluate: Any = None
+
+        def observe(self) -> Any:
+            return super().observe()[0]
+
+    (finding,) = judged(Single(), "T1")
+    assert finding.startswith("refuses: ")
 
 
 def test_a_dtype_of_three_bits_is_refused() -> None:

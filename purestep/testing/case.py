@@ -259,13 +259,16 @@ def outcome(
     try:
         seen = _do_run(trainer, problem, run, watch)
         changed = watch.changed()
+        for observation in seen:
+            _check_params(observation, problem, trainer.capabilities.dtype)
+    except RefusalError:
+        raise
     except Exception as error:
         raise RefusalError(describe_cause(error)) from error
     finally:
         watch.end()
     observations = []
     for observation in seen:
-        _check_params(observation, problem, trainer.capabilities.dtype)
         # Processes have watched their own global state.
         changed_there = list(observation.changed or ())
         observation = observation._replace(changed=changed_there + changed)

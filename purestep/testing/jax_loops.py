@@ -131,10 +131,14 @@ class JaxTrainer:
     def observe(self) -> Sequence[Observation]:
         """Returns one observation: the params, copied to tensors, and the last update's reports.
 
-        These are floats. Raises ``TypeError`` for a report that ``Observation`` has no field for.
+        These are floats, or None. Raises ``TypeError`` for a report that ``Observation`` has no
+        field for.
         """
         params = {name: _to_tensor(p) for name, p in self._params.items()}
-        reported = {name: float(value) for name, value in self._reported.items()}
+        reported = {
+            name: None if value is None else float(value)
+            for name, value in self._reported.items()
+        }
         return [Observation(params, **reported)]
 
     def save(self) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -122,15 +122,24 @@ def check(
     """Raises an ``AssertionError`` for the first law that is wrong or refused.
 
     The error tells the smallest case in words, and as code to paste. A law that is not asked
-    passes. The arguments and the other errors are those of ``run_laws``.
+    passes. The arguments and the other errors are those of ``run_laws``; an unknown law raises
+    ``ValueError`` before any is judged.
 
     >>> from purestep.testing import ReferenceTrainer
     >>> check(ReferenceTrainer(), ["T1", "T2", "T3"], cases=10)
     """
-    for name in laws:
+    names = list(laws)
+    for name in names:
+        _find_law(name)
+    for name in names:
         (verdict,) = run_laws(trainer, [name], cases=cases, shrink=shrink, seed=seed)
-        if verdict.case is not None:
-            raise AssertionError(report(verdict))
+        _raise_failure(verdict)
+
+
+def _raise_failure(verdict: Verdict) -> None:
+    """Raises ``AssertionError`` with the report of a law that is wrong or refused."""
+    if verdict.case is not None:
+        raise AssertionError(report(verdict))
 
 
 def law_tests(
@@ -144,9 +153,9 @@ def law_tests(
     """Returns a test function for pytest, parametrized by law.
 
     Assign it to a name that pytest collects: ``test_my_trainer =
-    ps.testing.law_tests(make_trainer)``. A law that asks for more than the trainer's capabilities
-    is skipped, with the reason. ``make`` makes a trainer for each test. The other arguments are
-    those of ``run_laws``; an unknown law raises ``ValueError`` at once.
+    ps.testing.law_tests(make_trainer)``. A law that is not asked is skipped, with the reason.
+    ``make`` makes a trainer for each test. The other arguments are those of ``run_laws``; an
+    unknown law raises ``ValueError`` at once.
     """
     import pytest
 
@@ -155,12 +164,10 @@ def law_tests(
 
     @pytest.mark.parametrize("law", names, ids=ids)
     def test(law: str) -> None:
-        trainer = make()
-        _check_trainer(trainer)
-        obstacle = LAWS[law].find_obstacle(trainer)
-        if obstacle:
-            pytest.skip(f"not asked: {obstacle}")
-        check(trainer, [law], cases=cases, shrink=shrink, seed=seed)
+        (verdict,) = run_laws(make(), [law], cases=cases, shrink=shrink, seed=seed)
+        if verdict.status == "not asked":
+            pytest.skip(f"not asked: {verdict.reason}")
+        _raise_failure(verdict)
 
     return test
 
@@ -208,7 +215,7 @@ def _judge_law(trainer: Trainer, law: TrainerLaw, budget: _Budget) -> Verdict:
     """Judges all parts of a law, and returns the worst of their verdicts.
 
     The parts share the budget's cases, rounded up. A law that cannot be put to the trainer is "not
-    asked", and so is one whose claim raises ``UnaskedError``. Raises ``TypeError`` or
+    asked", and so is one of which no case shows anything. Raises ``TypeError`` or
     ``ValueError`` for an object that cannot be judged.
     """
     _check_trainer(trainer)
@@ -279,12 +286,14 @@ def _judge_part(
 
     From the first wrong case on, it draws simpler ones, and reports the simplest. A refusal does
     not end the search: the verdict is "refuses" only if no case is wrong. Refused cases count in
-    ``coverage``, but not in ``cases``. Errors of drawing a case are raised, and so are those of the
-    claim that are neither ``DisagreementError`` nor ``RefusalError``.
+    ``coverage``, but not in ``cases``, and so do cases in which the claim raises ``UnaskedError``.
+    If these are all, that error is raised. So are errors of drawing a case, and other errors of the
+    claim than ``DisagreementError`` and ``RefusalError``.
     """
     coverage: dict[str, Counter[Any]] = defaultdict(Counter)
     exact: list[bool] = []
     refused: list[_Refusal] = []
+    unasked: list[UnaskedError] = []
     is_shrinking = False
     num_drawn = 0
     num_simpler = 0
@@ -304,6 +313,8 @@ def _judge_part(
                 exact.append(is_exact)
         except RefusalError as refusal:
             refused.append(_Refusal(case, str(refusal)))
+        except UnaskedError as error:
+            unasked.append(error)
         except AssertionError:
             # From the first wrong case on, others are drawn to find a smaller one.
             is_shrinking = True
@@ -323,6 +334,18 @@ def _judge_part(
         num_bitwise=sum(exact),
         coverage=dict(coverage),
     )
+    if unasked and not (error or refused or exact):
+        raise unasked[0]
+    return _conclude(verdict, error, refused)
+
+
+def _conclude(
+    verdict: Verdict, error: Exception | None, refused: Sequence[_Refusal]
+) -> Verdict:
+    """Returns a verdict with the case and the reason of an error, or of the shortest refusal.
+
+    Without either, it stays. Raises another error than ``DisagreementError``.
+    """
     if isinstance(error, DisagreementError):
         return verdict._replace(
             status="wrong",

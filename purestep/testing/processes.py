@@ -163,8 +163,9 @@ def _serve(
 ) -> None:
     """Joins the gloo group, and then runs each function that it receives, and sends the result.
 
-    If a function raises, it sends the exception, with its traceback as a note, and ends the
-    process. With ``strict``, warnings are errors. In this process torch computes on one thread.
+    If a function raises or cannot be loaded, it sends the exception, with its traceback as a note,
+    and ends the process. So it does if the result cannot be pickled. With ``strict``, warnings are
+    errors. In this process torch computes on one thread.
     """
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -174,16 +175,18 @@ def _serve(
         world_size=size,
     )
     while True:
-        function, args = pickle.loads(connection.recv_bytes())
+        message = connection.recv_bytes()
         try:
+            function, args = pickle.loads(message)
             with warnings.catch_warnings():
                 _filter_warnings(strict)
                 result = function(rank, *args)
+            answer = pickle.dumps((False, result))
         except Exception as error:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             connection.send_bytes(_pickle_error(error))
             os._exit(1)
-        connection.send_bytes(pickle.dumps((False, result)))
+        connection.send_bytes(answer)
 
 
 def _filter_warnings(strict: bool) -> None:

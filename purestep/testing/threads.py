@@ -394,8 +394,9 @@ class _Run:
         """Computes the results of all ranks, and wakes those that wait."""
         inputs = [collective.inputs[rank] for rank in call.group]
         results = _compute_results(call.op, inputs)
-        for rank, result in zip(call.group, results, strict=True):
-            collective.results[rank] = result
+        # Another number of results is an error before any rank has one: a rank that has its result
+        # would not wait for an error.
+        collective.results = dict(zip(call.group, results, strict=True))
         collective.inputs.clear()
         self._changed.notify_all()
 
