@@ -88,9 +88,12 @@ def with_weights(
 ) -> WeightedMicrobatches:
     """Computes the weights of a group and their counts; both are None if ``weight_fn`` is None.
 
+    With a ``weight_fn``, a sequence other than a list or tuple is read once, into a list. But
+    ``PreweightedMicrobatches``, and a ``Stacked`` in a compiler's trace, stay as they are. Without
+    a ``weight_fn``, every sequence does.
+
     Raises ``TypeError`` unless ``microbatches`` is a sequence, and for a ``NamedTuple``. Raises as
-    ``compute_weights`` does. A sequence that makes its microbatches when they are read is read
-    once, into a list. ``PreweightedMicrobatches`` are not read.
+    ``compute_weights`` does.
 
     >>> with_weights([{"labels": torch.tensor([5, -100])}], label_weights).weights
     [tensor([ True, False])]
@@ -140,7 +143,8 @@ def describe_microbatch(microbatch: Microbatch) -> str:
 def note_single_batch(error: Exception, microbatches: Sequence[Microbatch]) -> None:
     """Adds a note to an error if the group looks like one batch, as ``(x, y)`` of a loader.
 
-    It does if its members are tensors of one length, whose dtypes or dimensions differ.
+    It does if it is a list or tuple of tensors of one length, with different dtypes or numbers of
+    dimensions.
     """
     if not isinstance(microbatches, list | tuple):
         return

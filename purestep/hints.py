@@ -252,9 +252,9 @@ def annotate_swapped_arguments(
 def check_shifted(microbatches: Sequence[Microbatch]) -> None:
     """Warns if ``labels`` of the first microbatch equal its tokens, as for a loss that shifts them.
 
-    Tokens are any other integers of the labels' shape. Ignored labels are not compared. Labels of
-    one dimension, fewer than two labels, tensors on a device, and other microbatches than mappings
-    pass.
+    Tokens are any other integers of the labels' shape. Only labels that are not ignored are
+    compared, and there must be two at least. It does not warn of labels of one dimension, of
+    tensors on a device, or of a microbatch that is no mapping.
 
     >>> import pytest
     >>> tokens = torch.tensor([[5, 7, 9]])

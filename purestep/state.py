@@ -38,7 +38,7 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     Containers, and empty ones such as None and ``()``, leave no trace. A leaf that is not a
     plain dense tensor raises ``TypeError``: write a step count as ``torch.tensor(3)``. A dict key
     raises ``ValueError`` if its ``repr`` may change, or is that of another key. So does a leaf that
-    was donated to a step.
+    is marked as donated: an eager step marks the first leaf of donated params and state.
 
     >>> state_dict({"layers": [torch.tensor(1.0), None], "a.b": {0: torch.tensor(2)}})
     {"tree['a.b'][0]": tensor(2), "tree['layers'][0]": tensor(1.)}
@@ -89,8 +89,8 @@ def named_leaves(tree: Tree) -> NamedLeaves:
     """Returns detached tensors and ``Shard`` nodes by name; names have no ``.local``.
 
     A ``Shard`` has the full tensor's name. Raises TypeError for other leaves. Raises ValueError for
-    keys without a stable ``repr``, two leaves of one name, parts of a wrong shape, and donated
-    leaves.
+    keys without a stable ``repr``, two leaves of one name, parts of a wrong shape, and leaves that
+    are marked as donated.
     """
     leaves = _pair_with_names(tree, hidden_type=Shard)
     _, spec = trees.flatten(tree)
@@ -104,8 +104,9 @@ def named_leaves(tree: Tree) -> NamedLeaves:
 def _make_named_leaf(name: str, leaf: Any, shard_spec: ShardSpec | None) -> NamedLeaf:
     """Detaches a plain tensor, and wraps it in ``Shard`` again if it is this rank's part of one.
 
-    A tensor is no part if ``shard_spec`` is None or has other dimensions. Raises TypeError for
-    anything but a plain tensor, and ValueError for a part of a wrong shape.
+    A tensor is no part if ``shard_spec`` is None or has another number of dimensions. Raises
+    TypeError for anything but a plain tensor. Raises ValueError for a part of a wrong shape, and
+    for a leaf that is marked as donated.
     """
     tensor = _detach_plain(name, leaf)
     # An optimizer's step count, in the state of a sharded parameter, is not sharded.
@@ -237,8 +238,8 @@ def _has_stable_repr(key: Any) -> bool:
 def _detach_plain(name: str, leaf: Any) -> Tensor:
     """Returns a leaf, detached, with conjugation and negation resolved.
 
-    Raises TypeError unless it is a plain dense tensor with values, and ValueError if it was donated
-    to a step.
+    Raises TypeError unless it is a plain dense tensor with values, and ValueError if it is marked
+    as donated.
     """
     if not isinstance(leaf, Tensor):
         raise TypeError(

@@ -387,7 +387,8 @@ def _make_graph_check(
 def _mark_as_seen(seen_specs: SeenSpecs, rank: int, params: Params) -> None:
     """Adds the containers of params that this rank has checked to ``seen_specs``.
 
-    It keeps the last eight of each ``Place``: of the rank on the step's axis and those of shards.
+    It keeps the last eight of each ``Place``: the rank on the step's axis, and the ranks on the
+    axes of shards.
     """
     _, spec = tree.flatten(params)
     key = place_of(rank, tree.shard_specs(spec))
@@ -427,11 +428,11 @@ def finish_step(
 def measure_step(
     sums: GradSums, total: TokenCounts, *, skips_nonfinite: bool = False
 ) -> StepMetrics:
-    """Computes the metrics of an update, among them whether it is applied; detached in eager mode.
+    """Computes the metrics of an update, among them whether it is applied.
 
-    It is applied if N is positive, and finite where the host cannot read it. With
-    ``skips_nonfinite`` all gradients must be finite, too. For a ``Shard``, collectives include all
-    its ranks.
+    They are detached, except under a transform of ``torch.func`` and in forward mode. The update is
+    applied if N is positive, and finite where the host cannot read it. With ``skips_nonfinite`` all
+    gradients must be finite, too. For a ``Shard``, collectives include all its ranks.
     """
     applied = total.num_tokens > 0
     if tree.concrete_scalar(total.num_tokens) is None:
@@ -464,21 +465,21 @@ def apply_update(
     donate: bool,
     writes_in_graph: bool = False,
 ) -> tuple[Params, OptState]:
-    """Updates params and state where ``applied`` holds, and returns them, to the bit, elsewhere.
+    """Returns updated params and state if ``applied`` is True; else the old values, to the bit.
 
         (θ′, s′) = optimizer(g, s, θ) if applied else (θ, s)
 
-    Where a transform, a compiler or autograd follows the values, it is ``optimizer.update`` and a
-    selection. With ``writes_in_graph``, the results are then copied, by operations of the graph,
+    Where a transform, a compiler or autograd follows the values, it runs ``optimizer.update`` and
+    selects by ``applied``. With ``writes_in_graph``, operations of the graph then copy the results
     to the caller's buffers.
 
-    Elsewhere it is ``update_``: on the caller's buffers with ``donate``, otherwise on one copy of
-    them. ``update_`` consumes the gradients. With ``donate``, the first leaves of params and state
-    are then marked as donated. The host reads an ``applied`` that lies on it, and waits for no
-    device.
+    In plain eager mode it runs ``update_``: on the caller's buffers with ``donate``, otherwise on
+    one copy of them. ``update_`` consumes the gradients. With ``donate``, the first leaves of
+    params and state are then marked as donated. The host reads an ``applied`` that lies on it, and
+    waits for no device. Raises ``ValueError`` for params or state that are marked as donated.
 
-    Raises ``ValueError`` for params or state that were donated before. An error that a wrong state
-    causes becomes a ``ValueError`` or ``TypeError`` that says so.
+    In both modes, an error that a wrong state causes becomes a ``ValueError`` or ``TypeError`` that
+    says so.
 
     >>> import torch
     >>> from purestep.optim import sgd

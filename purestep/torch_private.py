@@ -72,8 +72,8 @@ def transforms_differentiate() -> bool:
 def check_inference_mode() -> None:
     """Raises ValueError under ``torch.inference_mode`` of torch 2.11, unless a compiler traces.
 
-    There its ``torch.func`` records nothing, so that all derivatives are silently zero. What it
-    compiles is right.
+    In this mode, the ``torch.func`` of torch 2.11 records nothing, so that all derivatives are
+    silently zero. Those of compiled functions are right.
     """
     if not _TORCH_2_11 or torch.compiler.is_dynamo_compiling():
         return

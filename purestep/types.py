@@ -38,7 +38,7 @@ Gather: TypeAlias = Literal["step", "microbatch", "loss"]
 
 
 class LossOutput(NamedTuple):
-    """Holds the output of a loss function that returns more than one loss per token.
+    """Holds a microbatch's losses, and what else a loss function may return.
 
     Attributes:
         losses: one loss per token. The step sums them with their weights and divides by the global
@@ -83,8 +83,7 @@ class LossFn(Protocol[ReadParams]):
 class WeightFn(Protocol):
     """Computes each token's weight wᵢ ≥ 0 as bool, int or float: ``weight_fn(microbatch)``.
 
-    It reads data alone. A step calls it once for each microbatch: these weights are counted, and
-    multiply the losses.
+    It reads data alone. A step counts these weights, and multiplies the losses by the same ones.
 
     >>> import torch
     >>> def no_padding(microbatch: Microbatch) -> Tensor:
@@ -133,7 +132,8 @@ class GradSums(NamedTuple):
 
     Attributes:
         grads: the gradient of ``loss``, a tree like the params.
-        loss: Σ wᵢ ℓᵢ(θ), divided by N if ``accumulate`` got ``total=``.
+        loss: Σ wᵢ ℓᵢ(θ). If ``accumulate`` got ``total=``, this is divided by N, and the terms of
+            ``LossOutput.microbatch_loss`` are added.
         counts: the ``TokenCounts`` of these microbatches.
         aux: the sum of ``LossOutput.aux``, or ``()``.
 

@@ -244,8 +244,9 @@ def _raise_not_a_param(path: str, leaf: Any) -> NoReturn:
 def _check_shards(params: Params, leaves: Sequence[Tensor], axis: Axis) -> None:
     """Raises ValueError if a shard has a wrong shape, or is over an axis that the step cannot take.
 
-    A shard's axis must be a subaxis of the step's, or share no ranks with it. A ``Shard`` around
-    another one must share none.
+    A shard's axis must be a subaxis of the step's, or have at most one rank in common with it. The
+    axis of a ``Shard`` around another one must differ from the step's, and have at most one rank in
+    common with it.
     """
     _, spec = tree.flatten(params)
     shard_specs = tree.shard_specs(spec)
@@ -280,8 +281,8 @@ def check_no_aliasing(
     """Raises ValueError if a donated leaf shares a storage with another one, or with a microbatch.
 
     Also raises if a leaf has more elements than the memory it spans, as ``expand`` makes it. A leaf
-    without elements shares nothing. Only strided tensors are compared; in microbatches those in
-    mappings, too.
+    without elements is not compared with those before it. Only strided tensors are compared; in
+    microbatches those in mappings, too.
     """
     owners: dict[torch.UntypedStorage, str] = {}
     for name, leaf in _tensors_by_path((params, opt_state), "(params, opt_state)"):
@@ -383,8 +384,8 @@ def reachable_nodes(terms: Sequence[Tensor]) -> set[Any]:
     """Returns the nodes of autograd in the graphs of these terms.
 
     Raises ValueError for reentrant checkpoints, whose backward pass may reach params that the outer
-    one skips. torch raises for those that it runs, but not for one behind an input that no param
-    leads to.
+    one skips. torch raises only for a checkpoint that the backward pass runs. It skips one whose
+    inputs depend on no param, without an error.
     """
     nodes = [term.grad_fn for term in terms]
     seen: set[Any] = set()
@@ -407,7 +408,8 @@ def warn_of_probabilities(nodes: set[Any]) -> None:
     """Warns if a cross entropy reads a softmax among these nodes, or a binary one a sigmoid.
 
     Views, copies and casts between them are passed over. A log-softmax before a cross entropy
-    changes nothing, and does not warn. Nor does one that no loss of labels reads, as an entropy.
+    changes nothing, and does not warn. Nor does a softmax that no loss of labels reads, as in an
+    entropy.
     """
     for node in nodes:
         name = node.name()
@@ -431,7 +433,10 @@ def warn_of_probabilities(nodes: set[Any]) -> None:
 
 
 def _source_of(node: Any) -> Any:
-    """Returns the node that computes the first input of a node; None for an input without one."""
+    """Returns the node that computes the values of a node's first input; None if there is none.
+
+    It passes over views, copies, casts and indexing of these values.
+    """
     source = node.next_functions[0][0]
     while source is not None and _PASSES_VALUES.match(source.name()):
         source = source.next_functions[0][0]

@@ -25,10 +25,11 @@ class MeshAxis(ProcessAxis):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         update_step = ps.make_update_step(loss_fn, optimizer, axis=ps.MeshAxis(mesh, "dp"))
 
-    Name the dimensions that split tokens, and no others. If sequences are split too, that is
-    ``("dp", "cp")``. Beside tensor parallelism, whose ranks hold the same tokens, it is ``"dp"``
-    alone. Several dimensions become one process group, so make the axis on every rank of the mesh,
-    at the same place of the program.
+    For the axis of a step, name the dimensions that split tokens, and no others. If sequences are
+    split too, that is ``("dp", "cp")``. Beside tensor parallelism, whose ranks hold the same
+    tokens, it is ``"dp"`` alone. Params may be sharded over other axes, such as ``"tp"``. Several
+    dimensions become one process group, so make the axis on every rank of the mesh, at the same
+    place of the program.
 
     Start all ranks from the same parameters. purestep compares structures and settings, but not
     values. A rank may hold no microbatch, also with ``compile=True``. If ``torch.compile`` takes
@@ -38,6 +39,9 @@ class MeshAxis(ProcessAxis):
     gloo still hold tensors when a collective returns. If Python ends before they let go, the
     process aborts (pytorch/pytorch#190489). On busy machines that happens after a barrier, too:
     ``os._exit(0)`` ends the program safely there.
+
+    Raises ``ValueError`` for other names or another order of ``dims``, and for a ``bucket_bytes``
+    that is no positive integer. It also does so in a process that is not in the mesh.
 
     Args:
         mesh: from ``torch.distributed.device_mesh.init_device_mesh``, with ``mesh_dim_names``.

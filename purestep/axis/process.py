@@ -204,8 +204,9 @@ class ProcessAxis(ABC):
     def launch(self, x: Tensor, op: str = "psum") -> Wait:
         """Launches a collective on contiguous memory, and returns a function that waits for it.
 
-        The function returns the result: ``x`` itself, overwritten, after a psum. The result of
-        another op is new memory, whose shape depends on the class of the axis.
+        ``op`` is "psum", "all_gather" or "psum_scatter". The function returns the result: ``x``
+        itself, overwritten, after a psum. The result of another op is new memory, whose shape
+        depends on the class of the axis.
         """
 
     @abstractmethod

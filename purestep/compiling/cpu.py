@@ -258,8 +258,8 @@ def hoist_scalars(graph: Graph) -> None:
 
     A value is costly if a pointwise operation in ``COSTLY`` made it, or if it is computed from a
     costly value. It is stored if one loop computes at least ``MIN_USERS_PER_VALUE`` times as many
-    elements from it. If all of these come from one small value, that one is stored instead. Values
-    on other devices than the CPU stay as they are.
+    elements from it. It is not stored if all of these come from one small value, for which the same
+    rule then decides. Values on other devices than the CPU stay as they are.
     """
     reach = _measure_reach(graph)
     costly: set[Node] = set()
@@ -326,7 +326,7 @@ def _store(graph: Graph, node: Node) -> None:
 def _has_one_small_user(node: Node, enough: float) -> bool:
     """Returns whether exactly one value is computed from a node or its views, and is small.
 
-    Small means that it is pointwise, and has fewer than ``enough`` elements. That value is then
+    Small means that it is pointwise, and has fewer than ``enough`` elements. That value may then be
     stored instead.
     """
     users = list(_iterate_users(node))

@@ -185,8 +185,11 @@ def compile_one_graph(
 ) -> Callable[..., Any]:
     """Makes a function that runs one graph; its call raises ``NoGraph`` where there is none.
 
-    ``NoGraph`` is raised before anything is computed. Errors that are not the compiler's are raised
-    as they are. The function takes positional arguments, where no transform is active. It raises
+    ``NoGraph`` is raised before anything is computed, unless a backend runs the graph uncompiled,
+    and fails at a checkpoint. It also stands for an error that the function raises in a trace.
+    Other errors, as ``raise_no_graph`` tells them apart, are raised as they are.
+
+    The function takes positional arguments, where no transform is active. It raises
     ``RuntimeError`` under the caller's ``saved_tensors_hooks``, until its own graph has needed
     hooks, as for a checkpoint that the backend runs uncompiled.
 

@@ -50,8 +50,9 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
         step = ps.compile(step, fullgraph=True)
 
     A small network runs fastest if the whole step is one graph. Each number of microbatches makes a
-    graph. For large networks use ``make_update_step(compile=True)``, which compiles one microbatch
-    once, for any number of them.
+    graph, unless ``ps.stack`` has stacked them: then one graph serves all numbers from two on. For
+    large networks use ``make_update_step(compile=True)``, which compiles one microbatch once, for
+    any number of them.
 
     * With ``donate=True``, the graph of a step writes to its arguments. A function around a step,
       and a transform around its graph, get new tensors.

@@ -103,9 +103,9 @@ def measure_length(
 ) -> int:
     """Returns the length of an example: the size of dimension 0, the same in all its leaves.
 
-    Leaves that the mask marks may differ; without a mask, none may. Raises ``ValueError``, with
-    ``name`` for the example, if these leaves differ, if one has no dimensions or is no tensor, and
-    if there are none.
+    Leaves that the mask marks are left out; without a mask, none are. Raises ``ValueError``, with
+    ``name`` for the example, if the other leaves differ in it, or if there are none. It also does
+    so if one of them has no dimensions or is no tensor.
     """
     leaves = tree.leaves(example)
     if per_example_mask is None:

@@ -71,8 +71,8 @@ def shift_labels(
 def _read_mask(name: str, mask: Tensor, input_ids: Tensor) -> Tensor:
     """Returns a mask as bools.
 
-    Raises ``ValueError`` if it has another shape than the text, ``TypeError`` if it is not a tensor
-    of integers or bools.
+    Raises ``ValueError`` if it has another shape than the text. Raises ``TypeError`` unless it is a
+    tensor of integers or bools, or an empty tensor.
     """
     _check_integers(name, mask, allow_bool=True)
     if mask.shape != input_ids.shape:

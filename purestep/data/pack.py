@@ -215,8 +215,8 @@ def stack_examples(
 
     Leaves without dimensions, and those that ``per_example`` names, are not padded. Mappings become
     dicts. An example that is longer than ``length``, or differs from the first in more than its
-    length, raises ``ValueError``. So does a leaf without a value in ``pad``, or with one that its
-    dtype cannot hold. There must be at least one example.
+    length, raises ``ValueError``. So does any other leaf without a value in ``pad``, or with one
+    that its dtype cannot hold. There must be at least one example.
 
     >>> stack_examples([torch.tensor([1, 2]), torch.tensor([3])], length=3, pad=0)
     tensor([[1, 2, 0],

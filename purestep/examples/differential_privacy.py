@@ -272,7 +272,10 @@ def label_noises(axes: Any) -> None:
 def label_epsilons(
     axes: Any, epsilons: Sequence[float], accuracies: Accuracies
 ) -> None:
-    """Labels the panel of accuracies over ε, and each curve where it is nearest to 0.5."""
+    """Labels the panel of accuracies over ε, and each curve where it is nearest to 0.5.
+
+    ``epsilons`` belong to the accuracies with noise: all but the first of each size.
+    """
     curves = zip(accuracies.items(), COLORS, strict=True)
     for (num_examples, values), color in curves:
         _, *with_noise = values

@@ -378,10 +378,10 @@ def read_settings(encoded: dict[str, Tensor]) -> Settings:
 
 
 def resume(folder: Path | None, settings: Settings, start: Any) -> Any:
-    """Loads the last state saved in a folder; returns ``start`` if there is no folder or no state.
+    """Loads the last state saved in a folder; returns ``start`` for None or a folder without one.
 
-    Makes the folder if it is missing. Raises ``OSError`` if it cannot, and ``ValueError`` for a
-    state of a run with different settings.
+    Makes the folder if it is missing, but not its parents. Raises ``OSError`` if it cannot, and
+    ``ValueError`` for a state of a run with different settings.
     """
     if folder is None:
         return start

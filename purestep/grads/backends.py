@@ -29,9 +29,9 @@ from purestep.types import GradAndValue, LossFn
 class GradBackends(NamedTuple):
     """Holds the gradient backends of a loss, for each way in which a step may run.
 
-    ``plain`` is the compiled one with ``compile=True``. ``recorded`` serves where a transform,
-    autograd or a compiler around the step follows the values. ``scanned`` serves in the body of a
-    loop in a compiler's trace.
+    ``plain`` serves in plain eager mode, and is compiled if the step has ``compile``. ``recorded``
+    serves where a transform, autograd or a compiler around the step follows the values. ``scanned``
+    serves in the body of a loop in a compiler's trace.
     """
 
     plain: GradFn

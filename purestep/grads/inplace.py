@@ -31,9 +31,9 @@ def inplace_backward(
     """Makes a backend by which autograd's own pass adds gradients to the sums in place.
 
     The loss gets detached aliases of the params, made for one microbatch alone. So hooks that it
-    registers on them, and gradients of backward passes that it runs, are gone afterwards. With
-    ``own_leaves``, the loss gets the leaves that it returns, which share the memory of the params.
-    Each call clears autocast's cache.
+    registers on them, and gradients of backward passes that it runs, are gone afterwards. Instead
+    of aliases, it gets the leaves that ``own_leaves`` returns, if that is not None. These share the
+    memory of the params, and are asked for at each microbatch. Each call clears autocast's cache.
     """
 
     def grad_fn(
@@ -99,9 +99,12 @@ def run_backward_into(
 
     It removes terms that require no grad, and their cotangents, from the lists. If no term is left,
     it returns False at once; else whether any leaf has a sum, even from an earlier microbatch. The
-    graph is freed. Leaves get ``requires_grad``, and the accumulator's dtypes as ``grad_dtype``. No
-    sum shares memory with ``data``, cotangents, leaves or another sum. ``on_grad_ready`` takes each
-    sum that the pass reaches, and returns the tensor to keep.
+    graph is freed. A leaf that requires no grad, or has another dtype than its sum, gets
+    ``requires_grad``, and the dtype of the sum as ``grad_dtype``.
+
+    No sum shares memory with cotangents, leaves, another sum or ``data``, the leaves of the
+    microbatch. ``on_grad_ready`` takes each sum that the pass reaches, and returns the tensor to
+    keep.
 
     With ``needs_checks``, it warns of module parameters that the loss reads beside ``leaves``, and
     of a softmax before a cross entropy. It then raises ``ValueError`` for a reentrant

@@ -206,9 +206,9 @@ def _compute_chunk_of_divergence(
 ) -> tuple[Tensor, ...]:
     """Computes one chunk's parts of each token's KL divergence, each of shape (tokens,).
 
-    Returns the student's greatest logit and Σ exp x, both of the teacher, and Σ exp x′ · (x′ − x).
-    Here x and x′ are the student's and the teacher's logits, divided by the temperature. The
-    exponentials are of logits less the chunk's greatest one, which is detached.
+    Returns max x, Σ exp x, max x′, Σ exp x′ and Σ exp x′ · (x′ − x). Here x and x′ are the
+    student's and the teacher's logits, divided by the temperature. The exponentials are of logits
+    less the chunk's greatest one. Both maxima are detached.
     """
     x = compute_logits(hidden, head) / temperature
     teacher_x = compute_logits(teacher_hidden, teacher_head) / temperature

@@ -117,7 +117,8 @@ def split_head(head: Head, size: int) -> list[Head]:
 def compute_logits(hidden: Tensor, head: Head) -> Tensor:
     """Returns logits (..., classes), with bias and soft cap; the product has the weight's dtype.
 
-    All that follows the product is in the dtype of ``hidden``, which is that of the result.
+    All that follows the product is in the dtype of ``hidden``, or in that of the bias if it is
+    wider. So is the result.
     """
     x = (hidden.to(head.weight.dtype) @ head.weight.T).to(hidden.dtype)
     if head.bias is not None:

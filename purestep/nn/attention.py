@@ -92,10 +92,11 @@ def compute_attention(
 
 
 class CarriedDropout:
-    """Stands for a rate in torch's code, which hands it on, and carries the dropout to that place.
+    """Stands for the rate in torch's code, and carries a dropout function to where torch drops.
 
     torch's ``multi_head_attention_forward`` compares the rate with 0, and passes it to its dropout
-    or attention.
+    or attention. ``drop_by_example`` and ``attend``, which replace these, apply ``dropout`` at
+    ``rate``. ``num_heads`` splits the first dimension of weights into examples and heads.
     """
 
     def __init__(self, dropout: DropoutFn, rate: float, num_heads: int) -> None:

@@ -44,8 +44,8 @@ class KeyedDropout(TorchFunctionMode):
 
     A tensor has its examples first, or all tokens with keys in its first dimension. Otherwise
     dropout raises ``ValueError``. ``torch.rand`` and ``bernoulli_`` draw one number for each
-    example, and raise ``ValueError`` for other draws. With packed keys, they and dropout of
-    channels always raise it.
+    example, and raise ``ValueError`` for other draws. With packed keys, they always raise it, and
+    so does dropout that draws for channels.
 
     ``batch_second`` says that the module may take examples along its second dimension, as
     ``batch_first=False`` does. Then a tensor with two dimensions as long as the keys is refused,
@@ -170,7 +170,8 @@ class KeyedDropout(TorchFunctionMode):
 
         That takes ``batch_second``, two examples or more, and a later dimension as long as there
         are examples. With ``batch_first=False`` and as many tokens as examples, shapes do not tell
-        which is which. Each token of a position would draw from the key of another example.
+        which is which. If positions come first, all tokens of a position would draw from the key
+        of one example.
         """
         if not self._batch_second or not self._batch_shape:
             return False

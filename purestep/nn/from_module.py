@@ -70,8 +70,9 @@ def from_module(
         ``params``, a dict of detached copies, each tied parameter once, by its first name, and of a
         DTensor this rank's part; and ``apply(params, *args, **kwargs)``. Other parameters and all
         buffers are constants, which are not copied. ``apply`` does not keep the module's parameters
-        that train: without the module, their memory is free. ``apply.eval`` runs the module in
-        evaluation mode, for ``make_eval_step``.
+        that train: without the module, their memory is free. If a forward hook reaches a dict or
+        set, ``apply`` keeps the module. ``apply.eval`` runs the module in evaluation mode, for
+        ``make_eval_step``.
 
     Raises ``TypeError`` for what is no plain module, such as DDP, FSDP or a compiled one. It also
     does so for a param that is no real float, or has a hook on its gradient. Raises ``ValueError``
@@ -79,8 +80,8 @@ def from_module(
     and if a param shares memory with another tensor.
 
     **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, with the
-    buffers after the call. A module that writes to its buffers in training, such as BatchNorm,
-    needs this. ``apply.eval`` and ``to_module`` of BatchNorm need ``buffers`` too. Start with
+    buffers after the call. A module needs this if a part in training mode writes to its buffers, as
+    BatchNorm does. Then ``apply.eval`` and ``to_module`` need ``buffers`` too. Start with
     ``dict(module.named_buffers())``.
 
     **Checks.** The first call checks the module. So do the first calls with other ``buffers``, with
@@ -174,9 +175,9 @@ def to_module(
 ) -> None:
     """Writes params, and buffers, into the module's tensors of the same names.
 
-    Other tensors of the module stay as they are. A module that writes to its buffers in training,
-    such as BatchNorm, needs ``buffers=``. Of a DTensor, this rank's part is written. Params may be
-    those of ``from_module``, or those that ``ps.unshard`` makes full. A floating-point buffer is
+    Other tensors of the module stay as they are. It needs ``buffers=`` if a part in training mode
+    writes to its buffers, as BatchNorm does. Of a DTensor, this rank's part is written. Params may
+    be those of ``from_module``, or those that ``ps.unshard`` makes full. A floating-point buffer is
     converted to the module's dtype.
 
     Raises ``ValueError``, and writes nothing, for names that the module lacks, for other shapes or
@@ -460,10 +461,11 @@ class Apply:
     def _copy_module(
         self, tensors: Sequence[Tensor], *, takes_hooks: bool
     ) -> rebuild.Copies:
-        """Copies the module around tensors, those of the recipe; for ``eval``, in evaluation mode.
+        """Copies the module around ``tensors``; for ``eval``, in evaluation mode.
 
-        With ``takes_hooks``, a call may register hooks on it. The copy lacks those by which a
-        ``tp_plan`` sums ``param.grad``.
+        ``tensors`` replace those of the recipe, in its order. With ``takes_hooks``, a call may
+        register hooks on the copy. The copy lacks the hooks and ``forward`` by which a ``tp_plan``
+        sums ``param.grad``.
         """
         copies = rebuild.rebuild(
             self._recipe, tensors, self._is_eval, takes_hooks=takes_hooks

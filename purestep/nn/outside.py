@@ -33,7 +33,7 @@ def find_mappings(module: Module) -> list[Any]:
     """Returns the dicts and sets that the forward hooks of a module's parts reach, each once.
 
     The way from a hook to a dict or set has at most ``_DEPTH`` objects, both included. It does not
-    go through modules, dicts and sets.
+    go through an ``nn.Module``, a dict or a set, but may go through modules of Python.
 
     >>> import torch
     >>> layer, features = torch.nn.Linear(1, 1), {}

@@ -23,9 +23,10 @@ Number: TypeAlias = float | Tensor
 class Arithmetic(Protocol):
     """Lists the operations of a formula, on leaves or on columns of one dtype and device.
 
-    Operations whose names end in ``_`` may write to their first argument. The formula continues
-    with the result, which has the wider dtype of both arguments. Params and state are rounded to
-    their dtypes when the formula has ended.
+    Operations whose names end in ``_`` may write to their first argument, and the formula continues
+    with the result. The result of ``add_`` has the wider dtype of both arguments. Other arithmetic
+    takes leaves or columns of one dtype. Params and state are rounded to their dtypes when the
+    formula has ended.
     """
 
     def cast(self, x: Any, like: Any) -> Any:

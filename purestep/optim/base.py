@@ -86,8 +86,11 @@ class Optimizer(NamedTuple, Generic[StateT]):
 
     ``update_(grads, opt_state, params, applied)`` does the same in place, and is optional. It
     consumes gradients, state and params, and returns params and state in their own buffers. Where
-    the bool scalar ``applied`` is False, both stay as they are, to the bit; None means True. It
-    runs only without a transform, compiler or autograd, so it may use any kernel.
+    the bool scalar ``applied`` is False, both stay as they are, to the bit; None means True.
+
+    A step calls ``update_`` only without a transform or compiler, and if params, state and
+    gradients require no grad. So it may use any kernel. A hyperparameter, here or earlier in a
+    chain, may still require grad: a kernel without a derivative cuts its gradient off.
 
     >>> import torch
     >>> step_down = Optimizer(
@@ -358,8 +361,8 @@ def state_mismatch(init: Init, state: OptState, params: Params) -> str | None:
     """Describes how a state differs from ``init(params)``; returns None if it does not.
 
     Containers, shapes and dtypes are compared. In every leaf, float64, float32, bfloat16 and
-    float16 count as one dtype. If the state is sharded and params are not, the text says only that.
-    So it does for the reverse, if both are containers of one type with as many leaves.
+    float16 count as one dtype. If only the state has a ``Shard``, the text says that alone. So it
+    does if only ``init(params)`` has one, and both states have one type and number of leaves.
     """
     expected = init(params)
     difference = tree.describe_mismatch(state, expected, "opt_state")

@@ -159,7 +159,7 @@ def adamw(
     too. Under transforms, plain arithmetic gives the same bits on the host, in vectors of sixteen
     elements. The last elements of a leaf, beyond these vectors, may differ by a rounding. On CUDA
     the kernel alone takes a schedule's rate in float32. With a ``weight_decay`` that is a tensor on
-    a device, no leaf uses it.
+    a device, no leaf uses the kernel.
 
     Adam is ``adamw(learning_rate, weight_decay=0.0)``. Raises ``ValueError`` for negative numbers,
     and unless ``b1`` and ``b2`` are below 1.
@@ -170,8 +170,8 @@ def adamw(
         eps: added outside the root.
         weight_decay: decoupled from the gradient.
         mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function
-            from params to one. None: all. With a mask it is a ``partition`` into ``"decay"`` and
-            ``"rest"``, and so is its state.
+            from params to one. None: all. With a mask the optimizer is a ``partition``, and its
+            state a dict by the labels ``"decay"`` and ``"rest"``.
 
     >>> from purestep import tree
     >>> optimizer = adamw(0.1, mask=lambda params: tree.map(lambda p: p.ndim > 1, params))
@@ -266,8 +266,8 @@ def lion(
         b2: the decay of the mean.
         weight_decay: decoupled from the gradient.
         mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function
-            from params to one. None: all. With a mask it is a ``partition`` into ``"decay"`` and
-            ``"rest"``, and so is its state.
+            from params to one. None: all. With a mask the optimizer is a ``partition``, and its
+            state a dict by the labels ``"decay"`` and ``"rest"``.
 
     >>> optimizer = lion(0.1)
     >>> params = {"w": torch.tensor([1.0, 1.0])}

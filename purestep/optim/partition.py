@@ -55,12 +55,15 @@ def partition(
     unless all are of one kind.
 
     Each optimizer sees only its params, so its norms are those of their gradients. An empty tuple
-    stands for the others, and for containers of others (None is a leaf to ``torch.vmap``). The
-    state is a dict of their states by label, or a tuple for Transforms. A label that no parameter
-    has is left out of it.
+    stands for each other param, and for a container that has none of its params. It is not None,
+    which ``torch.vmap`` takes for a leaf.
 
-    ``init`` and ``update`` raise ``ValueError`` for a label that is not among ``transforms``. So
-    does ``update`` for gradients or a state that do not fit the params.
+    The state of an Optimizer is a dict of its parts' states by label. That of a Transform is a
+    tuple of its parts' states. A label that no parameter has is left out.
+
+    ``init`` and ``update`` raise ``ValueError`` for a label that is not among ``transforms``, and
+    for labels that are no prefix of the params. So does ``update`` for gradients or a state that do
+    not fit the params.
 
     Args:
         transforms: a dict of optimizers, or of transforms, by label.
@@ -149,7 +152,7 @@ class ShareCache:
     ) -> list[Share]:
         """Returns the shares of ``params``, whose leaves and structure the caller passes, too.
 
-        Raises ValueError for an unknown label.
+        Raises ValueError as ``make_shares`` does.
         """
         if not tree.is_plain_eager():
             return make_shares(self.param_labels, self.labels, params)
@@ -243,7 +246,8 @@ def partition_by_mask(
     """Makes a ``partition`` by a mask: params at True get ``selected``, and all others ``others``.
 
     Their labels are "decay" and "rest". ``init`` and ``update`` raise ValueError unless the mask is
-    a tree of bools, and a prefix of the params. Names in place of bools raise at once.
+    a tree of bools, and a prefix of the params. Names in place of bools raise here, or if a
+    function returns them, in ``init`` and ``update``.
     """
     if not callable(mask):
         _check_no_names(mask)

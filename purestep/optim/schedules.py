@@ -39,7 +39,7 @@ def evaluate_rate(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
 def check_rate(learning_rate: object) -> None:
     """Raises TypeError unless this is a number, a tensor, or a function of the step.
 
-    Classes and torch's schedulers raise, too. So do modules, and the iterators, mappings and lists
+    Classes and torch's schedulers raise, too. So do modules, mappings, and the iterators and lists
     of parameters that ``torch.optim`` takes. A single parameter is a tensor, and passes.
     """
     if is_scheduler(learning_rate):
@@ -94,10 +94,10 @@ def check_adam_decays(**decays: object) -> None:
 
 
 def holds_parameters(value: object) -> bool:
-    """Returns whether this is a module, or what ``torch.optim`` takes for its parameters.
+    """Returns whether this is a module, a mapping, or the parameters that ``torch.optim`` takes.
 
-    That is an iterator that is no function, a mapping, or a list of parameters, of pairs with their
-    names or of groups. Only the first item is looked at.
+    The parameters are an iterator that is no function, or a list or tuple. Of that, only the first
+    item is looked at: a parameter, a pair with its name, or a group.
 
     >>> holds_parameters(torch.nn.Linear(1, 1).parameters()), holds_parameters(0.1)
     (True, False)
@@ -267,7 +267,7 @@ def _check_steps(name: str, steps: int) -> None:
 
 
 def _check_whole(name: str, steps: Tensor | float) -> None:
-    """Raises ValueError for a number that is not whole; tensors pass."""
+    """Raises ValueError for a number that is not whole; infinity and tensors pass."""
     # An int first: a compiler would make a constant of it. Infinity is a boundary that never comes.
     if isinstance(steps, Tensor | int) or steps == math.inf:
         return

@@ -211,8 +211,8 @@ class OptimizerFactory:
         """Makes the ``torch.optim`` object of these leaves, with the learning rate of this step.
 
         The rate is a float, read on the host, unless ``fused`` or ``capturable`` is set. Without a
-        rate, the algorithm's default holds. Raises ValueError if torch refuses the leaves or
-        settings.
+        rate, the algorithm's default holds. If torch refuses leaves or settings by a ValueError, it
+        is raised again with a hint. Other errors of torch pass.
         """
         settings = dict(self.settings)
         if self.lr is not None:
@@ -265,7 +265,7 @@ def check_no_shards(factory: OptimizerFactory, structure: tree.TreeSpec) -> None
 def zeros_like_state(
     factory: OptimizerFactory, state: dict[str, Any]
 ) -> dict[str, Tensor | None]:
-    """Returns the state of one parameter before its first step: zeros like ``state``, one after it.
+    """Returns zeros like the tensors of ``state``, torch's state of one parameter after a step.
 
     None stays. Raises TypeError unless each of its values is a tensor or None.
     """

@@ -33,14 +33,15 @@ class MasterState(NamedTuple):
 
 
 def master_weights(optimizer: Optimizer) -> Optimizer[State]:
-    """Runs the optimizer on a copy of the params in float32 at least. It returns the copy, rounded.
+    """Wraps an optimizer to update a copy of the params in float32 at least, and return it rounded.
 
         m ← optimizer(g, m),    θ ← m rounded to the dtype of θ
 
     The state is a ``MasterState``. Raises ``TypeError`` unless ``optimizer`` is an Optimizer.
 
-    bfloat16 has eight bits, so it loses every step of less than 1/256 of a parameter. An update
-    does not read the values of its ``params``: to change them, change ``opt_state.master``.
+    bfloat16 has eight significant bits, so it loses every step of less than 1/512 of a parameter.
+    An update does not read the values of its ``params``: to change them, change
+    ``opt_state.master``.
 
     Gradients by the initial params flow through ``init``, under the transforms of ``torch.func``.
     Where params only require grad, they stop there: differentiate ``opt_state.master``.

@@ -102,16 +102,21 @@ class _Bucket:
 class GradBuckets:
     """Sums gradients over ranks, in buckets of leaves, while a backward pass runs.
 
+    ``leaves`` are the params whose gradients go into buckets, by position. Only their sizes and
+    devices are read. ``dtypes`` are those of the sums, by position. ``axis`` sets the size of
+    buckets by its ``bucket_bytes``.
+
     ``ready(index, total)`` adds the final sum of a leaf, and launches the buckets that are full.
     ``add_remaining`` adds the other leaves, and ``launch`` launches the other buckets. After
     ``wait``, ``sums`` holds the sums of all ranks, by position.
 
     All ranks launch their buckets in one order. Once the loss itself has run a collective over one
-    of the axes, no bucket leaves before ``launch``, since ranks might mix them up. The same holds
-    if a backend does not count collectives.
+    of the axes, no bucket is launched before ``launch``, since ranks might mix them up. The same
+    holds if a backend does not count collectives.
 
-    Leaves in ``scatter_specs`` are scattered. ``reduce_axes`` holds the axes over which leaves are
-    summed, after the scatter if there is one; by default that is ``axis`` for all of them.
+    Leaves in ``scatter_specs`` are scattered. ``reduce_axes`` holds, by position, the axes over
+    which leaves are summed, after the scatter if there is one. A leaf without an axis there is not
+    summed. If ``reduce_axes`` is None, all leaves are summed over ``axis``.
     """
 
     op = "psum_scatter"
@@ -206,8 +211,8 @@ class GradBuckets:
     def num_early(self) -> int:
         """Returns how many buckets were launched before a collective of the loss; 0 without one.
 
-        It holds until ``launch`` is called. The number must be equal on all ranks, which compare
-        it.
+        Read it before ``launch``, whose collectives would count as the loss's. The number must be
+        equal on all ranks, which compare it.
         """
         if self._num_collectives == self._count_collectives():
             return 0

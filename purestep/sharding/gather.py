@@ -169,8 +169,9 @@ def make_reduce_scatter(
 ) -> tuple[GradHook | None, ScatterFn]:
     """Makes a gradient hook, and a function that replaces full gradients by shards of their sums.
 
-    Both serve one backward pass. The function takes and returns a list. Gradients that are not in
-    ``shard_specs`` stay. ``dtypes`` are those of all gradients, by position.
+    Both serve one backward pass. ``full_tensors`` are the params after the gather, and ``dtypes``
+    those of their gradients, by position. The function takes and returns a list of all gradients.
+    Gradients that are not in ``shard_specs`` stay.
 
     ``hook(index, grad)`` takes a final gradient. One in ``shard_specs`` it copies to a bucket, and
     returns expanded zeros in its place. It returns any other as it is. By the hook, full buckets

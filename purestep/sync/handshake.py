@@ -297,10 +297,11 @@ def check_status(
     num_ranks: int,
     can_ask: bool,
 ) -> None:
-    """Raises if a rank has failed, if fingerprints of ``num_ranks`` ranks differ, or N overflows.
+    """Raises if a rank has failed, if the ranks' fingerprints differ, or if N overflows.
 
-    ``status`` is the sum of all ranks. The first error is a ``RankError``, the others are a
-    ``ValueError``. N also overflows if integer weights add up to more than ``MAX_EXACT_INT``.
+    ``status`` is the sum of all ranks. ``num_ranks`` of them have sent a fingerprint, and the
+    others 0. The first error is a ``RankError``, the others are a ``ValueError``. N also overflows
+    if integer weights add up to more than ``MAX_EXACT_INT``.
 
     ``compared`` is what this rank's fingerprint was made of. With ``can_ask``, all ranks call this
     together, and exchange texts about a failure or a difference. Without it, ``ValueError`` also

@@ -309,8 +309,8 @@ def gather_axes(params: Params, axis: ProcessAxis) -> list[ProcessAxis]:
 def has_other_axes(params: Params, axes: Iterable[ProcessAxis]) -> bool:
     """Returns whether params are sharded over a further axis of processes or threads.
 
-    An axis in ``axes`` does not count. So it is in tensor parallelism, whose ranks wait for each
-    other inside the loss, where no session can say that one has left.
+    An axis in ``axes`` does not count. Tensor parallelism has a further axis. Its ranks wait for
+    each other inside the loss, where no session can say that one has left.
     """
     gathered = [*axes]
     for shard_spec in tree.shard_specs(tree.flatten(params)[1]):
@@ -323,9 +323,10 @@ def has_other_axes(params: Params, axes: Iterable[ProcessAxis]) -> bool:
 def again_if_gathers_vary(step: FunctionT) -> FunctionT:
     """Wraps a step to run once more if it raises ``GathersVaryError``.
 
-    The second run has roll calls, so a loss may leave out a layer if all ranks do. The first run
-    has changed nothing but torch's random generator. An error of the second run is raised. The
-    wrapper takes positional arguments alone.
+    The first run has marked in ``known_launches`` that gathers vary, so the second has roll calls.
+    A loss may then leave out a layer if all ranks do. The first run has changed nothing else but
+    torch's random generator. An error of the second run is raised. The wrapper takes positional
+    arguments alone.
     """
 
     @wraps(step)

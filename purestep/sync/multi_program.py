@@ -49,7 +49,8 @@ class MultiProgramSession:
     """Runs the update of ranks that each run a program, and may hold no microbatch, or fail.
 
     All ranks send two status messages: one before the backward passes, one after them. On the host,
-    each is read at once, and a rank that fails makes the others raise.
+    each is read at once, and a rank that fails makes the others raise. Where losses gather params,
+    that takes a guard of ``LossGathers``. Without one, a rank whose loss fails raises alone.
 
     On a device, reading would wait for all that is queued. The first message is read with the
     second, or by ``max_microbatches`` if the ranks cannot meet on the host. The second one is read
@@ -250,13 +251,17 @@ class MultiProgramSession:
     def all_reduce_grads(
         self, sums: GradSums, params: Params, shard_specs: ShardSpecs
     ) -> GradSums:
-        """Returns the sums of all ranks' results; those without microbatches take part with zeros.
+        """Returns the sums of all ranks' results; ranks without microbatches take part with zeros.
 
-        Raises ``ValueError`` if autograd records the sums, or if N overflows. It raises
-        ``ValueError``, too, if ranks differ in aux, in what losses gather, or in the buckets that
-        were launched early. So it does if losses return aux, and only some ranks have a microbatch.
-        Raises ``RankError`` if a rank has failed, and ``RankLeftError`` or ``OtherGatherError`` as
-        the guard of gathers does. On a device, it raises what ``all_reduce_counts`` could not.
+        Raises ``ValueError`` if autograd records the sums, and ``RankLeftError`` or
+        ``OtherGatherError`` as the guard of gathers does. On a device, it raises what
+        ``all_reduce_counts`` could not.
+
+        Where the second message is read, it raises ``RankError`` if a rank has failed, and
+        ``ValueError`` if N overflows. ``ValueError`` also comes if ranks differ in aux, in what
+        losses gather, or in the buckets that were launched early. So it does if losses return
+        aux, and only some ranks have a microbatch. On a device, the message is read only if a
+        rank holds no microbatch, or if the order of gathers is compared.
         """
         grads = tree.leaves(sums.grads)
         if tree.leaves_require_grad(grads):

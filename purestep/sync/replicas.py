@@ -70,10 +70,10 @@ def compare_replicas(
 
 
 def place_of(rank: int, shard_specs: ShardSpecs) -> Place:
-    """Returns the rank, and this rank's place on each axis of ranks over which params are sharded.
+    """Returns ``rank`` with the caller's rank and global ranks on each axis of the shards.
 
-    The rank alone is not enough: threads of tensor parallelism may all be rank 0 of the step's
-    axis.
+    ``rank`` is that on the step's axis. Axes whose ranks run one program are left out. ``rank``
+    alone is not enough: threads of tensor parallelism may all be rank 0 of the step's axis.
     """
     axes = {axis for shard in shard_specs if shard for axis in shard.axes}
     places = [(axis.rank, axis.global_ranks) for axis in axes if axis.is_multi_program]

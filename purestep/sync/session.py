@@ -39,8 +39,11 @@ class Session(Protocol):
     calls ``max_microbatches`` unless params are gathered once a step, ``params_for_loss``, and
     ``all_reduce_grads``, in this order.
 
-    On the host, an exception inside the ``with`` makes all other ranks raise a ``RankError``. A
-    ``KeyboardInterrupt`` does not: it ends its process.
+    On the host, an exception inside the ``with`` makes all other ranks raise: a ``RankError``,
+    unless they have an error themselves. A ``KeyboardInterrupt`` does not: it ends its process.
+
+    Where losses gather params, a rank whose loss fails may raise alone. So it is without
+    ``known_launches``, and if params are sharded over a further axis, as in tensor parallelism.
 
     >>> from purestep import LocalAxis
     >>> counts = TokenCounts(torch.tensor(3), torch.tensor(1))
@@ -102,7 +105,7 @@ class Session(Protocol):
 
         ``sums.grads`` has one leaf for each leaf of params. With ``gather="step"``, a param that is
         sharded over the axis has its full gradient there; otherwise it has the shard. The result
-        has this rank's shard of it. Raises ``ValueError`` if N overflows.
+        has this rank's shard of it. Raises ``ValueError`` if the host reads an N that overflows.
         """
 
 

@@ -10,10 +10,10 @@ from purestep.testing.judging import FAILURES, Verdict, report
 
 
 class PartVerdict(NamedTuple):
-    """Holds the verdict on one part of a law, and the failure that is accepted there, or "".
+    """Holds the verdict on one part of a law, and the status that is accepted there.
 
     ``name`` is that of law and part, such as "T1 unequal tokens". ``part`` is "" for a law of one
-    part.
+    part. ``accepted`` is "wrong" or "refuses", or "" if no failure is accepted.
     """
 
     name: str
@@ -84,8 +84,8 @@ def write_accepted(path: Path, verdicts: Sequence[PartVerdict]) -> None:
     """Writes the failures among the verdicts, each as a line that ``read_accepted`` reads.
 
     Of an older file it keeps comments, and lines about parts that are not among the verdicts. It
-    also keeps lines that still hold, with the comment behind them. New failures follow, each with
-    its reason.
+    also keeps the line of a failure that still occurs with the same status, and the comment behind
+    it. Lines of the other failures follow, each with its reason, shortened.
     """
     failures = {}
     for item in verdicts:

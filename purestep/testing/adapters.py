@@ -276,9 +276,10 @@ class Processes:
     def start(self, problem: Problem, ranks: int) -> None:
         """Makes a new program on each rank, and starts it on the problem.
 
-        The first start on this number of ranks starts its processes, which later starts use again.
-        It puts back the global state that the last run in a process has changed. Then it seeds the
-        generators there by this process's ``torch.initial_seed()``.
+        The first start on a number of ranks starts their processes, which later starts use again.
+        Before a program is made, each start puts back the global state that the last run in that
+        process has changed. It then seeds the generators there, from this process's
+        ``torch.initial_seed()``.
 
         Raises ``AssertionError`` if a rank raises or ends, and ``TimeoutError`` if one is too slow.
         """

@@ -30,13 +30,15 @@ NUDGES = 12
 def agree(trainer: Trainer, case: Case) -> bool:
     """Returns whether all ranks of the second run end with the first run's params, to the bit.
 
-    With as many ranks in both runs, each rank's bits are compared with its like; else all are
-    compared with rank 0. Without a first run, the reference trainer does the second one.
+    With as many ranks in both runs, each rank's bits are compared with those of the same rank; else
+    all are compared with rank 0. Without a first run, the reference trainer does the second one in
+    its place.
 
     Up to rounding, all ranks of both runs must agree with rank 0 of the first one. An update that
     is not SGD can enlarge roundings without a bound, as the sign of a gradient near zero does. So
     can one in a coarse dtype. Where such runs differ by more than rounding explains, the first run
-    is repeated from starts that are nudged by so much. What nudges change counts as rounding, too.
+    is repeated from starts that ``nudge_start`` moves by the relative bound of rounding. What
+    nudges change counts as rounding, too. For such a trainer, ``case.first`` must not be None.
 
     Raises ``DisagreementError`` if params, averages or reports of any rank differ by more. Raises
     ``RefusalError`` where ``outcome`` does, such as if the trainer raises.
@@ -241,11 +243,13 @@ def _expect(
 ) -> Observation:
     """Returns what both runs have to agree with: the first run's observation.
 
-    In two cases its ``evaluation``, if it has one, becomes that of the reference on ``batch``. One
-    is a ``batch`` with "key", with which the trainer drops elements in training. The reference
-    drops none, at the averages or else the params of ``first``. In the other the reference itself
-    did the first run, and ``second`` has averages. The reference evaluates these, and they become
-    the ``averages``.
+    ``batch`` is the last group, joined; None: it is empty. There are two exceptions, in which the
+    reference trainer evaluates ``batch``. Its loss then replaces ``evaluation``, unless that or
+    ``batch`` is None.
+
+    If ``batch`` has "key", the trainer has dropout in training. The reference evaluates without
+    it, at the averages of ``first``, or else its params. If there is no first run, and ``second``
+    has averages, the reference evaluates at these. They also become the ``averages``.
     """
     params = first.params if first.averages is None else first.averages
     if case.first is None and second.averages is not None:
@@ -275,8 +279,13 @@ def _move_evaluations(
 ) -> list[Observation]:
     """Returns ``second`` with each evaluation as if it were at the params of ``first``.
 
-    Params that rounding has moved have another loss. Nudges that move two of them apart may never
-    move them together, whose loss differs by more. What the equation says of the two is taken off.
+    Rounding moves params, and so their loss. Nudges have few combinations of signs, and may miss
+    one that changes the loss more. So the loss by the equation at an observation's params is
+    subtracted, and that at those of ``first`` is added. Averages replace params where there are
+    any.
+
+    An evaluation stays as it is if ``batch`` is None, or if it or one of these losses is not
+    finite.
     """
     moved = []
     for observation in second:

@@ -31,7 +31,8 @@ ACT_CODE = {
 class Run(NamedTuple):
     """Lists what a trainer does, on how many ranks and in which of its settings.
 
-    An act is an update on a group, or "save", "restart" or "look". ``label`` describes the run.
+    An act is an update on a group, or "save", "restart" or "look". ``label`` describes the run. If
+    ``setting`` is None, the run selects none.
     """
 
     acts: Sequence[Act]
@@ -49,11 +50,11 @@ class Run(NamedTuple):
 class Case:
     """Holds two runs that must agree, or without ``first`` one that must agree with the equation.
 
-    ``reports`` names what must agree besides the params. Most are reports of the last update;
-    "evaluation" is the mean loss on its group afterwards. For it, each row is followed by itself,
-    in one row: the mean loss stays, and the length is new. A task with a vocabulary evaluates rows
-    as they are. The second run counts ``scale`` times as many tokens as the first. ``part`` names
-    the part of the law.
+    ``reports`` names what must agree besides the params and averages. Most are reports of the last
+    update; "evaluation" is the mean loss on its group afterwards. For it, each row is followed by
+    itself, in one row: the mean loss stays, and the length is new. A task with a vocabulary
+    evaluates rows as they are. The second run counts ``scale`` times as many tokens as the first.
+    ``part`` names the part of the law.
     """
 
     problem: Problem
@@ -205,10 +206,11 @@ class UnaskedError(Exception):
 
 
 class DisagreementError(AssertionError):
-    """Reports two runs that must agree and do not, and describes the ``case``.
+    """Reports that a law does not hold in a case, and describes the ``case``.
 
-    ``what`` says in what they differ. ``size`` is the difference relative to the update, or to the
-    value of a report.
+    ``what`` says what differs or has changed. ``size`` is the difference relative to the change of
+    the param since the start, or to the value of a report. Where these are 0, it is infinite. It is
+    0 if only bits differ, and 1 for data or global state that a run has changed.
     """
 
     def __init__(self, case: Case, what: str, size: float) -> None:
@@ -248,8 +250,8 @@ def outcome(
     """Starts the trainer, does a run on copies of the data, and returns what each rank sees.
 
     The first observation has an evaluation of the last group, if the trainer can evaluate and a
-    token has weight. ``changed`` lists the data and global state that the run has changed. The run
-    starts with the global generators seeded by ``seed``. Afterwards the global state of this
+    token has weight. ``changed`` lists the data and global state that the run has changed. Before
+    the run, ``Watch(seed)`` seeds the global generators. Afterwards the global state of this
     process is put back.
 
     Raises ``RefusalError`` if the trainer raises an ``Exception``. It also does if params or

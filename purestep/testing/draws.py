@@ -20,7 +20,8 @@ class Draw:
     """Makes choices: at some addresses those of ``choices``, at others random ones by ``rng``.
 
     Without ``rng`` others are the first option, which is the simplest. ``used`` notes the position
-    of each option chosen. The draws of ``many`` share it.
+    of each option chosen. The draws of ``many`` share it. The next choice has the address
+    ``(*scope, count)``.
     """
 
     choices: Choices

@@ -81,8 +81,7 @@ def draw_joined_updates(
 ) -> History:
     """Draws up to five updates, on ``size`` ranks in the second run and on one rank in the first.
 
-    Both runs count the same tokens. With ``keyed``, batches of a task without a model have a "key"
-    for each row.
+    Both runs count the same tokens. With ``keyed``, batches have a "key" for each row.
 
     If ``capabilities.is_bounded``, an update of one microbatch gets a copy of it. With ``by_rows``,
     the first run has both as rows of one microbatch. With ``is_uneven``, the second run on one rank

@@ -30,9 +30,9 @@ class Verdict(NamedTuple):
     """Says whether a trainer keeps one law.
 
     ``status`` "holds" means: in ``cases`` cases, ``num_bitwise`` of them to the bit. "wrong" comes
-    with the smallest ``case`` found, a ``reason`` in words, and the ``size`` of the error relative
-    to the update or report. "refuses" comes with the smallest case that raised an exception, and
-    its ``reason``. "not asked" comes with a ``reason``.
+    with the smallest ``case`` found, a ``reason`` in words, and the ``size`` of the error, as in
+    ``DisagreementError``. "refuses" comes with the smallest case that raised an exception, and its
+    ``reason``. "not asked" comes with a ``reason``.
 
     ``parts`` has a verdict for each kind of case, where the law tells them apart. ``coverage``
     counts the cases by their microbatches, ranks, updates and weights.

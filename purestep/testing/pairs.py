@@ -48,8 +48,9 @@ def draw_pair(
     the trainer, and restarts it if it can. "setting" needs a trainer with two settings or more, of
     which each run has one.
 
-    Both runs make the same earlier updates before it. With "cut", "ranks" or "all", the first run
-    makes these on one rank. In a coarse dtype, runs with earlier updates consist of these alone.
+    Before the group, both runs make the same earlier updates. With "cut", "ranks" or "all", the
+    first run makes these on one rank; with "padding", the second run pads them. In a coarse dtype,
+    runs with earlier updates consist of these alone.
 
     ``part`` names the part of the law. One of ``KINDS`` says how the microbatches differ; with
     "bits" there are no restarts. If ``dropout`` is above 0, a drawn model has it, and the group's
@@ -295,12 +296,13 @@ def draw_interrupted(
     """Draws a case: updates, and the same ones with an interruption that makes no difference.
 
     The interruption is ``act``. If that is None, it is an update without tokens. For a trainer with
-    ``skips_nonfinite`` it may also be one with gradients that are not finite. It comes once or
-    twice: before, between or after the updates. If ``dropout`` is above 0, batches have "key", and
-    the linear model has dropout. The model of a task stays as it is.
+    ``skips_nonfinite``, and a task without a vocabulary, it may also be one with gradients that are
+    not finite. It comes once or twice: before, between or after the updates. If ``dropout`` is
+    above 0, batches have "key", and the linear model has dropout. The model of a task stays as it
+    is.
 
-    With ``act``, only params and the evaluation are compared. Without it, all reports are, too. But
-    if an interruption that is not ``act`` comes last, params alone are compared.
+    Params and averages are always compared. With ``act`` the evaluation is, too. Without it all
+    reports are, unless an interruption comes last.
     """
     capabilities = trainer.capabilities
     keyed = dropout > 0
@@ -350,8 +352,9 @@ def _draw_nonfinite_batch(
     """Draws a microbatch of which gradients are not finite, by one token that counts.
 
     Its target is NaN or infinite, and so are all gradients. Or, in float64, it is finite, but so
-    large that the gradient of the first weight overflows, where that of the bias does not. It is
-    not with ``keyed``, where the element that makes it overflow may be dropped.
+    large that the gradient of the first weight overflows, where that of the bias does not. With
+    ``keyed`` no target is large and finite, since the element that makes it overflow may be
+    dropped.
     """
     token = tuple(batch["w"].nonzero()[0])
     targets = batch["y"].clone()

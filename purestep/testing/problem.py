@@ -17,6 +17,9 @@ Params: TypeAlias = dict[str, Tensor]
 class Task:
     """Describes how losses and weights follow from a batch.
 
+    With a vocabulary, batches have "input_ids", "attention_mask" and "labels"; else "x", "y" and
+    "w". They also have "key" where elements are dropped.
+
     Args:
         name: in words.
         losses: ``losses(model, batch)`` gives each token's loss, of shape ``(rows, length)``.
@@ -25,8 +28,8 @@ class Task:
             ignored rows.
         roundings: how many roundings can follow one another in one update of a token, but for the
             sum over tokens.
-        model: to start from; None: it is drawn.
-        vocabulary: how many different tokens there are, where they are numbers of a vocabulary.
+        model: to start from; None: a ``Linear`` is drawn.
+        vocabulary: how many different tokens there are; 0: tokens are no numbers of a vocabulary.
     """
 
     name: str

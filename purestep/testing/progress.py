@@ -8,7 +8,7 @@ CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Shows texts on a stream, at most one in each interval of some seconds.
+    """Shows texts on a stream, at most one in 0.1 s on a terminal, and one in 10 s elsewhere.
 
     On a terminal they take one line, which ``clear`` removes. Other streams get a line for each.
 

@@ -129,9 +129,9 @@ class ReferenceTrainer:
 
 
 def join_group(group: Group) -> Batch | None:
-    """Joins the microbatches of all ranks into one batch, by rank; None if there are none.
+    """Joins the microbatches of all ranks into one batch, in order of rank; None if there are none.
 
-    It pads as ``join_batches`` does.
+    It pads rows and converts floats to float64, as ``join_batches`` does.
     """
     return join_batches([batch for share in group for batch in share])
 

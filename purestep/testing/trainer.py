@@ -17,7 +17,8 @@ class Capabilities(NamedTuple):
 
     Args:
         ranks: up to how many ranks it runs on.
-        uneven_ranks: whether ranks may hold different numbers of microbatches, or none.
+        uneven_ranks: whether ranks may hold different numbers of microbatches. In an update, all
+            ranks may hold none, also where this is False.
         weights: the tokens' weights: 0 and 1 ("mask"), "whole" numbers, or "any" from 0 on.
         dtype: the dtype of its parameters, in which it computes: float64, float32, bfloat16 or
             float16.

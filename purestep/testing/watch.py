@@ -88,8 +88,9 @@ UNUSUAL = 1_618_033
 class Watch:
     """Notes changes of data and global state from its making on.
 
-    Making it seeds the global generators with ``seed``, so that a program which draws from them
-    does the same in every session. ``end`` puts all global state back.
+    Making it seeds the global generators of torch's CPU, Python and NumPy, each with
+    ``(seed + UNUSUAL) % 2**32``. So a program that draws from them does the same in every session.
+    ``end`` puts back all global state that ``STATE`` lists.
     """
 
     def __init__(self, seed: int) -> None:

@@ -68,9 +68,10 @@ Value: TypeAlias = tuple[float, float, float]
 
 
 def _scale_values(x_scale: float, y_scale: float) -> list[Value]:
-    """Lists all triples x₁, x₂, y of integers from -2 to 2, scaled, by the sum of their magnitudes.
+    """Lists all triples x₁, x₂, y of integers from -2 to 2, scaled, with small ones first.
 
-    x₁ and x₂ are scaled by ``x_scale``, and y by ``y_scale``.
+    Before scaling, they are sorted by the sum of their magnitudes. x₁ and x₂ are scaled by
+    ``x_scale``, and y by ``y_scale``.
     """
     integers = range(-2, 3)
     values = list(itertools.product(integers, integers, integers))
@@ -201,13 +202,14 @@ def microbatches(
 
     A microbatch has at most ``most_rows`` rows, or one more for "unequal rows", of at most
     ``most_length`` tokens. Tokens and, in a coarse dtype, rows may be added beyond that to fix
-    sums. Each of ``parts`` draws the rows of one microbatch. Each has weight, but for "empty ones".
-    ``difference`` says how they differ, one of ``KINDS``; any other text: in any way. ``keyed``
-    adds "key", the numbers of the rows.
+    sums. With a vocabulary, each row begins with one more token, of weight 0. Each of ``parts``
+    draws the rows of one microbatch. Each has weight, but for "empty ones". ``difference`` says how
+    they differ, one of ``KINDS``; any other text: in any way. ``keyed`` adds "key", the numbers of
+    the rows.
 
     Most numbers are integers. Where the rows' weights may differ, their sum is often rounded up to
-    a power of two, so that nothing rounds. Numbers without rounding hide the dtype in which a
-    trainer computes.
+    a power of two, so that nothing rounds. In other batches numbers may round: exact ones would
+    hide the dtype in which a trainer computes.
 
     If ``capabilities.is_coarse``, there are few tokens, all with weight 1 or 0: ``most_rows`` and
     ``most_length`` are then 2, whatever is passed. The number of tokens with weight 1 is a power of
@@ -358,9 +360,10 @@ def _total(rows: Rows) -> int:
 
 
 def _add_weight(row: Row, capabilities: Capabilities, amount: int) -> None:
-    """Adds to the weight of a row, in place, at its first token with weight, or else its first.
+    """Adds ``amount`` to the weight of a row, in place, at its first token with weight.
 
-    If weights are at most 1, the row gets more tokens where that one has weight already.
+    If no token has weight, it takes the first one. If weights are at most 1, that token gets weight
+    1. Copies of it with weight 1 are added at the end of the row, for the rest of ``amount``.
     """
     counted = [i for i, weight in enumerate(row.weights) if weight]
     first = counted[0] if counted else 0

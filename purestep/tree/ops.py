@@ -191,10 +191,10 @@ def _map_pairs(fn: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> 
 
 
 def match_strides(leaf: Tensor, total: Tensor) -> Tensor:
-    """Returns ``total``, or a copy of it with the strides of ``leaf`` if these differ.
+    """Returns ``total``, or a copy of it in the memory order of ``leaf`` if their strides differ.
 
-    Both have the same shape, and kernels read them side by side. The copy keeps the dtype of
-    ``total``.
+    Both have the same shape, and kernels read them side by side. The copy has the strides of
+    ``leaf`` if that is dense, and is dense in any case. It keeps the dtype of ``total``.
     """
     if total.stride() == leaf.stride():
         return total

@@ -26,15 +26,18 @@ class Shard:
     structure holds the axis. Norms, ``tree.all_finite``, clipping, ``grad_norm`` and skips
     therefore sum over it.
 
-    If the axis is that of the step, the loss sees the full tensor. Over another axis it sees the
-    local one: tensor parallelism. ``ps.shard`` shards full tensors, and ``ps.unshard`` gathers
-    them.
+    If the axis is that of the step, the loss sees the full tensor, or with ``gather="loss"`` the
+    ``Shard``. Over another axis it sees the local tensor: tensor parallelism. ``ps.shard`` shards
+    full tensors, and ``ps.unshard`` gathers them.
 
     A ``Shard`` may be in a ``Shard``: ``ps.shard(params, dp)`` of params that are sharded over tp.
     Each rank then holds, over dp, a part of its part over tp. The step's axis is the inner one.
 
+    Raises ``TypeError`` unless ``axis`` is an axis object. Raises ``ValueError`` if the full tensor
+    has no dimension ``dim``, or if an inner ``Shard`` does not have the shape of this rank's part.
+
     Args:
-        local: this rank's part of the tensor; or how that is sharded in turn.
+        local: this rank's part of the tensor, or a ``Shard`` of that part.
         axis: the axis whose ranks hold the shards.
         shape: the shape of the full tensor.
         dim: the dimension that is sharded; a negative one counts from the end.
@@ -203,7 +206,7 @@ class ShardSpec(NamedTuple):
 
 
 def flatten_shard(node: Any) -> tuple[tuple[Any], ShardSpec, tuple[str]]:
-    """Returns the child of a ``Shard`` as a node of a tree, its spec, and its child's name."""
+    """Flattens a ``Shard`` for optree: returns its child, its spec, and the child's name."""
     return (node.local,), node.spec, ("local",)
 
 

@@ -235,7 +235,9 @@ def _broadcast(prefix: Tree, spec: TreeSpec) -> list[Any]:
 
 
 def _describe_misfit(prefix: Tree, spec: TreeSpec) -> str:
-    """Says which keys a prefix lacks or adds, up to five of each; of other containers, both whole.
+    """Describes how a prefix differs from a spec: keys that it lacks or adds, up to five of each.
+
+    Unless both are dicts, the text has the whole prefix and the whole spec.
 
     >>> _describe_misfit({"a": 1}, flatten({"a": 2, "b": 3})[1])
     "the prefix lacks ['b'] and adds [] to the keys of the tree"
@@ -253,7 +255,7 @@ def _describe_misfit(prefix: Tree, spec: TreeSpec) -> str:
 def subset(spec: TreeSpec, leaves: Sequence[Any], positions: Set[int]) -> Tree:
     """Builds the tree of ``spec`` with only those leaves whose position is in ``positions``.
 
-    Other leaves become ``()``, and so does each container that holds none of these leaves.
+    Other leaves become ``()``, and so does each container without a selected leaf.
 
     >>> params = {"a": [1, 2], "b": {"c": 3}}
     >>> subset(flatten(params)[1], leaves(params), {1})
@@ -266,10 +268,10 @@ def subset(spec: TreeSpec, leaves: Sequence[Any], positions: Set[int]) -> Tree:
 
 
 def mappings_to_dicts(tree: Tree) -> Tree:
-    """Replaces each mapping that optree takes for a leaf by a dict.
+    """Returns a tree with a dict for each mapping that optree takes for a leaf, nested ones too.
 
-    These are a tokenizer's ``BatchEncoding``, other ``UserDict``, and subclasses of dict, nested
-    ones too. Without any, it returns the tree itself.
+    That is any mapping whose class optree does not know: a tokenizer's ``BatchEncoding``, other
+    ``UserDict``, subclasses of dict. Without any, it returns the tree itself.
 
     >>> from collections import UserDict
     >>> mappings_to_dicts([UserDict(tokens=1, more=[UserDict(labels=2)])])
