@@ -97,6 +97,11 @@ SCAN_NAME = "torch.ops.higher_order.scan"
 """The name of this loop in inductor's options."""
 
 
+def one_graph() -> Any:
+    """Returns a context in which a graph break is an error, for code that a compiler traces."""
+    return torch._dynamo.error_on_graph_break(True)
+
+
 def let_length_vary(tensor: Tensor) -> None:
     """Marks a tensor for the compiler: the size of dimension 0 varies, and the others do not."""
     import torch._dynamo  # It takes a second.

@@ -340,6 +340,8 @@ def _path_of(params: Params, position: int) -> str:
 
 
 def _path_in(spec: tree.TreeSpec, position: int) -> str:
+    if torch.compiler.is_dynamo_compiling():
+        return f"leaf {position} of params"  # A trace has no paths.
     return _path_of(tree.unflatten(spec, range(spec.num_leaves)), position)
 
 

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from purestep.compiling.graph import compile_function
-from purestep.torch_private import forward_level, has_transforms
+from purestep.data.prefetch import PrefetchedGroup
+from purestep.torch_private import (
+    forward_level,
+    has_transforms,
+    transforms_differentiate,
+)
 
 _ATTRIBUTE = "_graph_step"
 
@@ -82,11 +87,20 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 
     @functools.wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or has_transforms():
+        if torch.compiler.is_dynamo_compiling():
             return compiled(*args, **kwargs)
-        if forward_level() >= 0:  # Graphs lose the tangents of dual numbers.
+        # Graphs lose the tangents of dual numbers, and fail under torch.func.grad.
+        if forward_level() >= 0 or transforms_differentiate():
             return function(*args, **kwargs)
+        if has_transforms():
+            return compiled(*args, **kwargs)
+        args = tuple(map(_as_list, args))
         check(*args)
         return compiled_step(*args, **kwargs)
 
     return run
+
+
+def _as_list(arg: Any) -> Any:
+    """Returns a group of ``prefetch`` as a list, since a compiler cannot trace its thread."""
+    return [*arg] if isinstance(arg, PrefetchedGroup) else arg

@@ -30,7 +30,7 @@ from purestep.grads.scan import is_scanned, scan_group
 from purestep.objective import denominators
 from purestep.torch_private import is_profiling
 from purestep.tree import accumulation_dtype
-from purestep.tree.opaque import detach_opaque, has_graph
+from purestep.tree.opaque import copy_opaque, detach_opaque, has_graph
 from purestep.types import (
     GradAndValue,
     GradHook,
@@ -223,9 +223,10 @@ def detach_data(
 ) -> tuple[Microbatch, list[Any], bool]:
     """Returns the microbatch that a loss gets, its leaves, and whether this part is recorded.
 
-    If the step is recorded, or data have a graph, it is the microbatch itself, and True. Else it is
-    a copy with detached tensors, and False: ``requires_grad_()`` in a loss spares the original. A
-    detached tensor requires grad if the original does.
+    The microbatch has new containers, since a loss may write ``m["x"] = m["x"] / 2``. If the step is
+    recorded, or data have a graph, its tensors are the same, and the result is True. Else they are
+    detached, and it is False: ``requires_grad_()`` in a loss spares the original. A detached tensor
+    requires grad if the original does.
     """
     leaves, spec = tree.flatten(microbatch)
     detach: Callable[[Any], Any] = Tensor.detach
@@ -234,9 +235,9 @@ def detach_data(
             detach = detach_opaque  # It also looks into dataclasses and mappings.
             is_recorded = is_recorded or has_graph(leaf)
     if is_recorded:
-        return microbatch, leaves, True
+        detach = copy_opaque
     leaves = [*map(detach, leaves)]  # by map: at each step
-    return tree.unflatten(spec, leaves), leaves, False
+    return tree.unflatten(spec, leaves), leaves, is_recorded
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:

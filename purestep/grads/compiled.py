@@ -24,6 +24,7 @@ from purestep.grads.microbatch import (
     MicrobatchInputs,
     MicrobatchResult,
 )
+from purestep.tree.opaque import clone_opaque
 from purestep.types import GradHook, LossFn, TokenCounts, Tree
 
 
@@ -139,11 +140,14 @@ def backward_of_compiled_loss(
 def _check_eagerly(loss_fn: LossFn, inputs: MicrobatchInputs) -> None:
     """Runs the loss once eagerly, for the checks inside it, as of a module's first call.
 
-    Drops its output. Restores the random generators, so that the graph draws the same numbers.
+    The loss gets a copy of the microbatch, since it may write to it: ``m["x"] = m["x"] / 2``. Drops
+    its output. Restores the random generators, so that the graph draws the same numbers.
     """
     leaves = [leaf.detach().requires_grad_() for leaf in inputs.leaves]
+    data, spec = tree.flatten(inputs.microbatch)
+    copied = tree.unflatten(spec, [clone_opaque(leaf) for leaf in data])
     with torch.enable_grad(), preserve_generators(inputs.leaves[0].device):
-        loss_fn(tree.unflatten(inputs.spec, leaves), inputs.microbatch)
+        loss_fn(tree.unflatten(inputs.spec, leaves), copied)
 
 
 def preserve_generators(device: torch.device) -> Any:

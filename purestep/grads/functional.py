@@ -25,7 +25,9 @@ from purestep.torch_private import (
     TRACES_AUTOGRAD,
     autograd_grad,
     check_inference_mode,
+    one_graph,
 )
+from purestep.tree.opaque import has_graph
 from purestep.types import (
     GradAndValue,
     GradHook,
@@ -36,7 +38,9 @@ from purestep.types import (
 )
 
 GradsOf: TypeAlias = Callable[..., tuple[list[Tensor], Tensor, list[Tensor]]]
-"""Takes ``function(*leaves) -> (value, aux)`` and leaves; returns gradients, value and aux."""
+"""Takes ``function(*leaves) -> (value, aux)``, leaves, and data that the function reads, too.
+
+Returns gradients by the leaves, value and aux."""
 
 
 def functional_backward(
@@ -103,7 +107,8 @@ def microbatch_grads(
         aux, aux_spec = tree.flatten(weighted.aux)
         return loss, [weighted.weights, *aux]
 
-    grads, loss, (weights, *aux) = grads_of(value_and_aux, leaves)
+    data = tree.leaves(microbatch)
+    grads, loss, (weights, *aux) = grads_of(value_and_aux, leaves, data)
     result = MicrobatchResult(
         loss, weights, tree.unflatten(aux_spec, aux), depends_on_params
     )
@@ -117,21 +122,30 @@ def in_graphs(grads_of: GradsOf, *, is_autograd: bool = False) -> GradsOf:
     of ``grads_of`` in a trace, except on torch 2.11, and where further derivatives may be taken.
     Autograd takes more operations: a custom one may have a backward pass that ``torch.func`` does
     not take.
+
+    A graph break in the function is an error, also without ``fullgraph``.
     """
 
     def grads_in_graphs(
-        function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
+        function: Callable[..., tuple[Tensor, list[Tensor]]],
+        leaves: Sequence[Tensor],
+        data: Sequence[Any],
     ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
         if not torch.compiler.is_dynamo_compiling():
-            return grads_of(function, leaves)
-        if is_autograd and TRACES_AUTOGRAD and not tree.may_be_differentiated(leaves):
-            return _traced_grads(function, leaves)
+            return grads_of(function, leaves, data)
+        # A graph of the first piece would hand on values without their derivatives: zeros.
+        with one_graph():
+            is_recorded = tree.may_be_differentiated(leaves) or any(
+                map(has_graph, data)
+            )
+            if is_autograd and TRACES_AUTOGRAD and not is_recorded:
+                return _traced_grads(function, leaves)
 
-        def function_at_any_size(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
-            with graph.LetSizesVary():
-                return function(*leaves)
+            def function_at_any_size(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+                with graph.LetSizesVary():
+                    return function(*leaves)
 
-        return grads_of(function_at_any_size, leaves)
+            return grads_of(function_at_any_size, leaves, data)
 
     return grads_in_graphs
 
@@ -159,7 +173,9 @@ def from_user_grad_and_value(grad_and_value: GradAndValue) -> GradsOf:
     """
 
     def grads_of(
-        function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
+        function: Callable[..., tuple[Tensor, list[Tensor]]],
+        leaves: Sequence[Tensor],
+        data: Sequence[Any],
     ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
         check_inference_mode()
         run = grad_and_value(lambda leaves: function(*leaves), has_aux=True)

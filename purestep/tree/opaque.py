@@ -1,6 +1,7 @@
 """Opaque leaves: mappings and dataclasses that hold tensors, and that optree takes for leaves."""
 
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -26,10 +27,18 @@ def tensors_in(leaf: Any) -> Iterator[Tensor]:
     elif isinstance(leaf, list | tuple):
         for value in leaf:
             yield from tensors_in(value)
-    elif is_dataclass(leaf) and not isinstance(leaf, type):
+    elif is_dataclass_object(leaf):
         for field in fields(leaf):
             value = getattr(leaf, field.name, None)
             yield from tensors_in(value)
+
+
+def is_dataclass_object(leaf: Any) -> bool:
+    """Returns whether a leaf is an object of a dataclass, and not the class itself."""
+    # In a trace, a number that varies cannot be asked for attributes.
+    if isinstance(leaf, (int, float)):
+        return False
+    return is_dataclass(leaf) and not isinstance(leaf, type)
 
 
 def has_graph(leaf: Any) -> bool:
@@ -43,37 +52,69 @@ def has_graph(leaf: Any) -> bool:
 def detach_opaque(leaf: Any) -> Any:
     """Copies a leaf with detached tensors, which require grad if the originals do.
 
+    It copies containers as ``map_tensors`` does. Copied tensors share the memory of the originals,
+    but ``requires_grad_()`` of a copy leaves the original as it is. Copies require grad since
+    networks for physics differentiate by their collocation points.
+    """
+    return map_tensors(_detach, leaf)
+
+
+def copy_opaque(leaf: Any) -> Any:
+    """Copies a leaf's containers, with the same tensors in them; a tensor is returned itself."""
+    return map_tensors(_same, leaf)
+
+
+def clone_opaque(leaf: Any) -> Any:
+    """Copies a leaf as ``detach_opaque`` does, with its tensors in new memory."""
+    return map_tensors(_clone, leaf)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    """Copies a leaf with the results of a function of its tensors in their place.
+
     It copies dicts, ``UserDict``, lists, tuples and dataclasses. Other objects stay as they are, a
-    NamedTuple, too. Copied tensors share the memory of the originals, but ``requires_grad_()`` of a
-    copy leaves the original as it is. Copies require grad since networks for physics differentiate
-    by their collocation points.
+    NamedTuple, too.
     """
     if isinstance(leaf, Tensor):
-        return leaf.detach().requires_grad_(leaf.requires_grad)
-    if isinstance(leaf, Mapping) and isinstance(getattr(leaf, "data", None), dict):
-        twin: Any = copy(leaf)  # A UserDict, such as a tokenizer's BatchEncoding.
-        twin.data = _detach_values(leaf)
+        return function(leaf)
+    if isinstance(leaf, UserDict):
+        twin: Any = copy(leaf)  # Such as a tokenizer's BatchEncoding.
+        twin.data = _map_values(function, leaf)
         return twin
     if isinstance(leaf, dict):
         twin = copy(leaf)
-        values = _detach_values(leaf)
+        values = _map_values(function, leaf)
         twin.update(values)
         return twin
     if type(leaf) in (list, tuple):
-        return type(leaf)(detach_opaque(value) for value in leaf)
-    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return type(leaf)(map_tensors(function, value) for value in leaf)
+    if is_dataclass_object(leaf):
         twin = copy(leaf)
         for field in fields(leaf):
             value = getattr(leaf, field.name, None)
-            detached = detach_opaque(value)
+            mapped = map_tensors(function, value)
             # By object's own method: a frozen dataclass refuses others.
-            object.__setattr__(twin, field.name, detached)
+            object.__setattr__(twin, field.name, mapped)
         return twin
     return leaf
 
 
-def _detach_values(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+def _map_values(
+    function: Callable[[Tensor], Tensor], mapping: Mapping[Any, Any]
+) -> dict[Any, Any]:
     values = {}
     for key, value in mapping.items():
-        values[key] = detach_opaque(value)
+        values[key] = map_tensors(function, value)
     return values

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from purestep import torch_private
-from purestep.tree.opaque import tensors_in
+from purestep.tree.opaque import is_dataclass_object, tensors_in
 from purestep.tree.spec import flatten, leaves
 from purestep.types import Tree
 
@@ -81,7 +81,7 @@ def leaves_require_grad(leaves: Sequence[Any]) -> bool:
             if leaf.requires_grad:
                 return True
             continue
-        is_opaque = isinstance(leaf, Mapping) or hasattr(leaf, "__dataclass_fields__")
+        is_opaque = isinstance(leaf, Mapping) or is_dataclass_object(leaf)
         if is_opaque and leaves_require_grad([*tensors_in(leaf)]):
             return True
     return False
