@@ -64,7 +64,7 @@ def label_weights(microbatch: Microbatch) -> Tensor:
     if not isinstance(microbatch, Mapping) or "labels" not in microbatch:
         actual: object = type(microbatch).__name__
         if isinstance(microbatch, Mapping):
-            actual = sorted(microbatch)
+            actual = sorted(microbatch, key=str)
         elif isinstance(microbatch, list):
             actual = "list, as in a group within a group"
         raise ValueError(

@@ -293,17 +293,17 @@ def with_keys(
     else:
         identities = []
         for i, example in enumerate(keyed):
-            if isinstance(example[identity], str):
+            if example[identity] is None or isinstance(example[identity], str):
                 raise TypeError(
                     f"with_keys: examples[{i}][{identity!r}] is {example[identity]!r}, no whole "
                     "number: number the examples in the data, or pass identity=None"
                 )
             identities.append(torch.as_tensor(example[identity]))
+        if any(each.ndim for each in identities):
+            raise ValueError(
+                f"with_keys: {identity!r} must be one whole number in each example"
+            )
         numbers = torch.stack(identities).to(key.device)
-    if numbers.ndim != 1:
-        raise ValueError(
-            f"with_keys: {identity!r} must be one whole number in each example"
-        )
     new_keys = fold_in(key, numbers).unbind()
     for example, new_key in zip(keyed, new_keys, strict=True):
         example[name] = new_key

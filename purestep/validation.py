@@ -281,7 +281,7 @@ def check_no_aliasing(
     """Raises ValueError if a donated leaf shares a storage with another one, or with a microbatch.
 
     Also raises if a leaf has more elements than the memory it spans, as ``expand`` makes it. A leaf
-    without elements is not compared with those before it. Only strided tensors are compared; in
+    without elements shares nothing. Only strided tensors are compared; in
     microbatches those in mappings, too.
     """
     owners: dict[torch.UntypedStorage, str] = {}
@@ -292,7 +292,8 @@ def check_no_aliasing(
                 "makes it: clone it"
             )
         _check_unaliased(owners, name, leaf)
-        owners[leaf.untyped_storage()] = name
+        if leaf.numel():
+            owners[leaf.untyped_storage()] = name
     data = tree.mappings_to_dicts([*microbatches])
     for name, leaf in _tensors_by_path(data, "microbatches"):
         _check_unaliased(owners, name, leaf)
@@ -417,6 +418,9 @@ def warn_of_probabilities(nodes: set[Any]) -> None:
         name = node.name()
         if name.startswith("NllLoss"):
             reader = _source_of(node)
+            # After a plain log, softmax is right: nll_loss(log(softmax(x)), labels).
+            if reader is not None and not reader.name().startswith("LogSoftmax"):
+                reader = None
             squashing = "softmax"
         elif name == "BinaryCrossEntropyWithLogitsBackward0":
             reader = node

@@ -158,6 +158,24 @@ def test_half_precision_is_summed_in_float32_and_rounded_once() -> None:
         assert parameter.grad_dtype == torch.bfloat16
 
 
+def test_a_parameter_with_a_narrow_grad_dtype_has_wide_sums() -> None:
+    """As one of bfloat16 has: each sum is rounded once."""
+    group = make_group([4] * 40, torch.float32)
+    expected = make_model(dtype=torch.float32)
+    ps.make_backward(expected, loss_fn)(group)
+    model = make_model(dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.bfloat16
+
+    ps.make_backward(model, loss_fn)(group)
+
+    for name, grad in gradients(model).items():
+        wanted = gradients(expected)[name]
+        if grad is not None and wanted is not None:
+            error = (grad.float() - wanted).abs().max()
+            assert error <= 2**-8 * wanted.abs().max()
+
+
 def test_a_loss_that_fails_leaves_no_gradient() -> None:
     model = make_model(dtype=torch.bfloat16)
     group = make_group([3, 2, 4], torch.bfloat16)

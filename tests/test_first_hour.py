@@ -618,6 +618,14 @@ def test_a_softmax_before_cross_entropy_is_warned_of_once() -> None:
         soften()
         soften(nn.LogSoftmax(-1))  # It changes nothing.
         soften(nn.Softmax(-1), nn.Linear(3, 3))
+        # It takes logarithms of probabilities, as this has.
+        step_on(
+            lambda p, m: functional.nll_loss(
+                p["w"].expand(len(m["y"]), 4).softmax(-1).log(),
+                LABELS.expand(len(m["y"])),
+                reduction="none",
+            )
+        )
         # An entropy is no loss of labels.
         step_on(
             lambda p, m: (

@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -309,6 +310,27 @@ def test_texts_among_the_arguments_are_not_kept_for_ever() -> None:
     for number in range(100):
         apply(params, X, f"file {number}")
     assert len(vars(apply)["_known"]) < 20
+
+
+def test_a_hook_that_names_torch_reaches_none_of_its_dicts() -> None:
+    """Such as ``sys.modules``, with which no ``apply`` could be pickled."""
+    module = network()
+    module[1].register_forward_hook(lambda layer, args, output: torch.relu(output))
+    _, apply = ps.from_module(module)
+    assert vars(apply)["_mappings"] == []
+
+
+def test_a_hook_that_names_a_module_reaches_the_dict_that_it_names() -> None:
+    store = ModuleType("store")
+    store.features = {}  # type: ignore[attr-defined]
+    namespace = {"store": store}
+    exec("def fill(layer, args, output): store.features[layer] = output", namespace)
+    module = network()
+    fill: Any = namespace["fill"]
+    module[1].register_forward_hook(fill)
+    params, apply = ps.from_module(module)
+    apply(params, X)
+    assert [*store.features] == [module[1]]
 
 
 def test_a_hook_fills_its_dict_at_every_kind_of_call() -> None:

@@ -161,6 +161,14 @@ def test_split_and_merge_are_inverse(k: int, size: int) -> None:
     assert_same(ps.split(merged, k), microbatches)
 
 
+def test_a_position_that_a_checkpoint_returns_as_a_tensor_stays() -> None:
+    start = torch.tensor(2)
+    groups = ps.group(range(6), 2, start=start)  # type: ignore[arg-type]
+    assert [*groups] == [[2, 3], [4, 5]]
+    assert groups.position == 6
+    assert start == 2
+
+
 COMMON = "one common first dimension"
 SIX = {"x": torch.arange(6)}
 REFUSED: list[tuple[Callable[[], Any], str]] = [
@@ -175,6 +183,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: ps.group([], 1, start=-1),
         "start=-1 is no position",
+    ),
+    (
+        lambda: ps.group([], 1, start=2.5),  # type: ignore[arg-type]
+        "start=2.5 is no position",
     ),
     (
         lambda: ps.split(SIX, 4),

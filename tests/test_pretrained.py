@@ -252,6 +252,23 @@ def test_a_file_that_was_cut_short(tmp_path: Path, num_bytes: int) -> None:
         load_safetensors(path, like={"weight": torch.ones(9, 9)})
 
 
+def test_a_header_whose_offsets_do_not_fit_the_shape(tmp_path: Path) -> None:
+    """Otherwise the numbers behind this tensor would be read."""
+    path = tmp_path / "model.safetensors"
+    export_safetensors(path, {"weight": torch.ones(9, 9)})
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"[9,9]", b"[8,9]"))
+    with pytest.raises(ValueError, match="copy it again"):
+        load_safetensors(path, like={"weight": torch.ones(8, 9)})
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}'])
+def test_a_damaged_index_names_its_path(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index.json is no file of safetensors"):
+        load_safetensors(tmp_path, like={"weight": torch.ones(1)})
+
+
 def test_shards_along_any_dimension(tmp_path: Path) -> None:
     """Reads what ``ps.shard`` would cut, uneven and empty shards too."""
     full = torch.arange(60, dtype=torch.int32).view(3, 4, 5)

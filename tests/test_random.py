@@ -469,6 +469,14 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         lambda: random.with_keys(EXAMPLES, KEY, identity="x"),
         "'x' must be one whole number",
     ),
+    (
+        lambda: random.with_keys([{"id": 1}, {"id": [1, 2]}], KEY, identity="id"),
+        "'id' must be one whole number",
+    ),
+    (
+        lambda: random.with_keys([{"id": None}], KEY, identity="id"),
+        "is None, no whole number",
+    ),
 ]
 
 

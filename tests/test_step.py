@@ -138,7 +138,9 @@ def test_what_is_no_weights_is_refused(weights: Any, shown: str) -> None:
         ps.count_tokens([weights], identity)
 
 
-@pytest.mark.parametrize("microbatch", [{"target": torch.ones(2)}, torch.ones(2)])
+@pytest.mark.parametrize(
+    "microbatch", [{"target": torch.ones(2)}, {1: 2, "x": 3}, torch.ones(2)]
+)
 def test_microbatches_without_labels_are_refused(microbatch: Any) -> None:
     message = r"reads microbatch\['labels'\], but .* weight_fn="
     with pytest.raises(ValueError, match=message):

@@ -101,15 +101,14 @@ def _find_tensors(path: Path) -> dict[str, _SavedTensor]:
     """Finds each tensor of a file, or of a folder's one file, or of the files that its index lists.
 
     Returns where each is, by name. Raises ``FileNotFoundError`` unless a folder has one index, or
-    one file and no index, and ``ValueError`` if a header is damaged.
+    one file and no index, and ``ValueError`` if a header or the index is damaged.
     """
     if path.is_file():
         return _read_header(path)
     files = sorted(path.glob("*.safetensors"))
     indices = sorted(path.glob(f"*{_INDEX}"))
     if len(indices) == 1:
-        weight_map = json.loads(indices[0].read_text())["weight_map"]
-        files = sorted({path / file for file in weight_map.values()})
+        files = _read_index(indices[0])
     elif len(files) != 1 or indices:
         names = sorted(file.name for file in [*files, *indices])
         raise FileNotFoundError(
@@ -120,6 +119,15 @@ def _find_tensors(path: Path) -> dict[str, _SavedTensor]:
     for file in files:
         saved.update(_read_header(file))
     return saved
+
+
+def _read_index(path: Path) -> list[Path]:
+    """Returns the files that an index lists; raises ``ValueError`` if it is damaged."""
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        return sorted({path.parent / file for file in weight_map.values()})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damage_error(path) from error
 
 
 def _read_header(path: Path) -> dict[str, _SavedTensor]:
@@ -147,6 +155,10 @@ def _read_header(path: Path) -> dict[str, _SavedTensor]:
             if not 0 <= operator.index(start) <= operator.index(end):
                 raise ValueError(f"data_offsets of {name}")
             dtype = str(entry["dtype"])
+            if dtype in _DTYPES:
+                num_bytes = math.prod(shape) * _DTYPES[dtype].itemsize
+                if end - start != num_bytes:
+                    raise ValueError(f"data_offsets of {name}")
             saved[name] = _SavedTensor(path, 8 + length + start, dtype, shape)
         except (KeyError, TypeError, ValueError) as error:
             raise _damage_error(path) from error

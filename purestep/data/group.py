@@ -87,7 +87,8 @@ def group(
         raise ValueError(
             f"group: {k=} microbatches make no group: call group(batches, k)"
         )
-    if start < 0:
+    # A float that is no integer would skip for ever, and a tensor would be counted down in place.
+    if start < 0 or start != int(start):
         raise ValueError(
             f"group: {start=} is no position; take that of an earlier group"
         )
@@ -105,7 +106,7 @@ def group(
             "dataset is empty, or drop_last=True leaves out what is fewer than batch_size",
             stacklevel=2,
         )
-    return Groups(batches, k, last, start)
+    return Groups(batches, k, last, int(start))
 
 
 class Groups(Iterator[list[Microbatch]]):

@@ -122,7 +122,8 @@ def run_backward_into(
     for leaf, total, dtype in zip(
         leaves, totals_before, accumulator.dtypes, strict=True
     ):
-        if not leaf.requires_grad or leaf.dtype != dtype:
+        has_own_dtype = are_module_parameters and leaf.grad_dtype != dtype
+        if not leaf.requires_grad or leaf.dtype != dtype or has_own_dtype:
             leaf.requires_grad = True  # The loss may have frozen it,
             leaf.grad = None  # or run a backward pass.
             leaf.grad_dtype = dtype

@@ -1,5 +1,7 @@
 """Computes losses of hidden states and a weight, without all of their product, the logits."""
 
+import math
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -77,9 +79,9 @@ def linear_cross_entropy(
             f"bias of shape {tuple(bias.shape)} against weight of shape {tuple(weight.shape)}: "
             f"bias needs one value for each class, so shape ({num_classes},)"
         )
-    if soft_cap is not None and not soft_cap > 0:
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise ValueError(
-            f"soft_cap={soft_cap}: it divides logits, so take one above 0, or None"
+            f"soft_cap={soft_cap}: it divides logits, so take a finite one above 0, or None"
         )
     labels = labels_to_int64(labels)
     concrete_labels = concrete(labels)

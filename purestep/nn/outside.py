@@ -18,6 +18,7 @@ from types import (
     FunctionType,
     MethodType,
     MethodWrapperType,
+    ModuleType,
 )
 from typing import Any
 
@@ -33,7 +34,8 @@ def find_mappings(module: Module) -> list[Any]:
     """Returns the dicts and sets that the forward hooks of a module's parts reach, each once.
 
     The way from a hook to a dict or set has at most ``_DEPTH`` objects, both included. It does not
-    go through an ``nn.Module``, a dict or a set, but may go through modules of Python.
+    go through an ``nn.Module``, a dict or a set, and through a module of Python only to attributes
+    that a function names.
 
     >>> import torch
     >>> layer, features = torch.nn.Linear(1, 1), {}
@@ -64,8 +66,8 @@ def find_mappings(module: Module) -> list[Any]:
 def _find_references(obj: Any) -> Iterable[Any]:
     """Returns the objects to which a function, method, ``partial`` or cell refers.
 
-    Of another object, these are the values of its ``__dict__``. A class or an object without
-    ``__dict__``, such as a list, has none.
+    Of another object, these are the values of its ``__dict__``. A class, a module of Python, or an
+    object without ``__dict__``, such as a list, has none.
     """
     if isinstance(obj, MethodType):
         return [obj.__func__, obj.__self__]
@@ -81,6 +83,8 @@ def _find_references(obj: Any) -> Iterable[Any]:
             return [obj.cell_contents]
         except ValueError:  # The closure's variable has no value yet.
             return []
+    if isinstance(obj, ModuleType):
+        return []
     attributes = getattr(obj, "__dict__", None)
     if type(attributes) is dict:  # A class has a mappingproxy, which is not followed.
         return [*attributes.values()]
@@ -88,14 +92,23 @@ def _find_references(obj: Any) -> Iterable[Any]:
 
 
 def _find_references_of_function(function: FunctionType) -> list[Any]:
-    """Returns the cells of a function's closure, its defaults, and the globals that it names."""
+    """Returns the cells of a function's closure, its defaults, and the globals that it names.
+
+    Of a module of Python, these are the attributes that the function names, too.
+    """
     references: list[Any] = [*(function.__closure__ or ())]
     references += function.__defaults__ or ()
     references += (function.__kwdefaults__ or {}).values()
     namespace = function.__globals__
-    for name in function.__code__.co_names:
-        if name in namespace:
-            references.append(namespace[name])
+    # Those of ``store.features`` are ``store`` and ``features``.
+    names = function.__code__.co_names
+    for name in names:
+        value = namespace.get(name)
+        if isinstance(value, ModuleType):
+            # Not all that it holds: any hook that names torch would reach ``sys.modules``.
+            references += [vars(value)[each] for each in names if each in vars(value)]
+        else:
+            references.append(value)
     return references
 
 
