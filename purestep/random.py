@@ -299,7 +299,7 @@ def with_keys(
                     "number: number the examples in the data, or pass identity=None"
                 )
             identities.append(torch.as_tensor(example[identity]))
-        if any(each.ndim for each in identities):
+        if any(number.ndim for number in identities):
             raise ValueError(
                 f"with_keys: {identity!r} must be one whole number in each example"
             )

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from purestep import tree
 from purestep.axis import Axis, check_axis, is_subaxis, shares_ranks
 from purestep.torch_private import version_counter
+from purestep.tree.traced import TracedSpec
 from purestep.types import LossFn, Microbatch, OptState, Params, Tree, WeightFn
 
 DONATED = "_donated_to_purestep"
@@ -341,8 +342,8 @@ def _path_of(params: Params, position: int) -> str:
 
 
 def _path_in(spec: tree.TreeSpec, position: int) -> str:
-    if torch.compiler.is_dynamo_compiling():
-        return f"leaf {position} of params"  # A trace has no paths.
+    if isinstance(spec, TracedSpec):
+        return f"leaf {position} of params"  # optree has no paths in a trace.
     return _path_of(tree.unflatten(spec, range(spec.num_leaves)), position)
 
 

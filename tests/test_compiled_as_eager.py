@@ -72,7 +72,7 @@ def test_a_loss_writes_to_its_microbatch_once(loss_fn: Any, make: Any) -> None:
     eager = make_step(loss_fn)
     compiled = make(loss_fn if make is not compile_step else eager)
     if loss_fn is halve_in_place and make is compile_step and not TRACES_AUTOGRAD:
-        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="mutated"):
+        with pytest.raises(RuntimeError, match="mutat"):
             compiled(PARAMS, SGD.init(PARAMS), make_group())
         return
 
@@ -132,7 +132,7 @@ def branch_on_value(params: Any, m: Any) -> Tensor:
 
 def print_shape(params: Any, m: Any) -> Tensor:
     losses = squares(params, m)
-    torch._dynamo.graph_break()
+    print(losses.shape)
     return 2 * losses
 
 
@@ -144,7 +144,7 @@ def test_a_graph_break_in_a_loss_is_an_error(loss_fn: Any, compile_: Any) -> Non
     """Graphs of its pieces would lose the gradient, silently (torch 2.15)."""
     torch.compiler.reset()  # torch runs a function eagerly that has failed too often.
     step = compile_(make_step(loss_fn))
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    with pytest.raises(RuntimeError, match=r"Unsupported|Failed to trace|print|item"):
         step(PARAMS, SGD.init(PARAMS), make_group())
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from purestep.compiling.graph import compile_function
-from purestep.data.prefetch import PrefetchedGroup
+from purestep.counts import PreweightedMicrobatches
 from purestep.torch_private import (
     forward_level,
     has_transforms,
@@ -61,8 +61,9 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 
     * With ``donate=True``, the graph of a step writes to its arguments. A function around a step,
       and a transform around its graph, get new tensors.
-    * The first call of a step checks its arguments as an eager one does. Under dual numbers of
-      ``torch.autograd.forward_ad``, a step runs eagerly, since graphs lose their tangents.
+    * The first call of a step checks its arguments as an eager one does. A step runs eagerly under
+      dual numbers of ``torch.autograd.forward_ad`` and transforms such as ``torch.func.grad``.
+    * A step is one graph, also without ``fullgraph``: a graph break in its loss is an error.
     * Each function has its own cache, and sizes may vary. torch shares one cache among all steps.
     * torch checks guards before each call. Guards on globals of torch, optree, einops, purestep and
       Python are left out. Guards on what the loss reads stay, its globals included.
@@ -94,7 +95,7 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
             return function(*args, **kwargs)
         if has_transforms():
             return compiled(*args, **kwargs)
-        args = tuple(map(_as_list, args))
+        args = tuple(_as_list(arg) for arg in args)
         check(*args)
         return compiled_step(*args, **kwargs)
 
@@ -103,4 +104,4 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 
 def _as_list(arg: Any) -> Any:
     """Returns a group of ``prefetch`` as a list, since a compiler cannot trace its thread."""
-    return [*arg] if isinstance(arg, PrefetchedGroup) else arg
+    return [*arg] if isinstance(arg, PreweightedMicrobatches) else arg

@@ -223,10 +223,10 @@ def detach_data(
 ) -> tuple[Microbatch, list[Any], bool]:
     """Returns the microbatch that a loss gets, its leaves, and whether this part is recorded.
 
-    The microbatch has new containers, since a loss may write ``m["x"] = m["x"] / 2``. If the step is
-    recorded, or data have a graph, its tensors are the same, and the result is True. Else they are
-    detached, and it is False: ``requires_grad_()`` in a loss spares the original. A detached tensor
-    requires grad if the original does.
+    The microbatch has new containers, since a loss may write ``m["x"] = m["x"] / 2``. If the step
+    is recorded, or data have a graph, its tensors are the same, and the last result is True. Else
+    they are detached, and it is False: ``requires_grad_()`` in a loss spares the original. A
+    detached tensor requires grad if the original does.
     """
     leaves, spec = tree.flatten(microbatch)
     detach: Callable[[Any], Any] = Tensor.detach

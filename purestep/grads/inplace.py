@@ -278,7 +278,8 @@ def vjp_grads(
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     """Differentiates ``function(*leaves) -> (value, aux)`` by ``torch.func.vjp``.
 
-    Returns gradients, value and aux. It does not need ``data``. Raises ``ValueError`` in inference mode on torch 2.11.
+    Returns gradients, value and aux. It does not need ``data``. Raises ``ValueError`` in inference
+    mode on torch 2.11.
 
     >>> vjp_grads(lambda w: (w**2, [2 * w]), [torch.tensor(3.0)])
     ([tensor(6.)], tensor(9.), [tensor(6.)])

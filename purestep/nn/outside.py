@@ -106,7 +106,8 @@ def _find_references_of_function(function: FunctionType) -> list[Any]:
         value = namespace.get(name)
         if isinstance(value, ModuleType):
             # Not all that it holds: any hook that names torch would reach ``sys.modules``.
-            references += [vars(value)[each] for each in names if each in vars(value)]
+            attributes = vars(value)
+            references += [attributes[other] for other in names if other in attributes]
         else:
             references.append(value)
     return references

@@ -220,8 +220,8 @@ def _check_local(name: str, local: Any, layout: DTensorSpec | PartialGradSpec) -
 def wrap(params: Mapping[str, Tensor], layouts: Layouts) -> Mapping[str, Tensor]:
     """Returns all params, with those in ``layouts`` wrapped: as DTensors, or by ``pvary``.
 
-    Params that are DTensors stay. Raises ``ValueError`` if one would become a DTensor and lacks the
-    shape of this rank's part, or if a transform of ``torch.func`` is active.
+    Params that are DTensors stay. A param that would become one raises ``ValueError`` if it lacks
+    the shape of this rank's part, or if a transform of ``torch.func`` is active.
     """
     wrapped = {}
     for name in params:

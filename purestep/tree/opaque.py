@@ -66,7 +66,7 @@ def copy_opaque(leaf: Any) -> Any:
 
 def clone_opaque(leaf: Any) -> Any:
     """Copies a leaf as ``detach_opaque`` does, with its tensors in new memory."""
-    return map_tensors(_clone, leaf)
+    return map_tensors(_clone_tensor, leaf)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _detach(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _clone(tensor: Tensor) -> Tensor:
+def _clone_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
