@@ -130,6 +130,9 @@ autograd_grad: Callable[..., Sequence[Tensor]] = _private(
 TRACES_AUTOGRAD = not _TORCH_2_11
 """Whether a trace may make leaves, which ``autograd_grad`` needs."""
 
+TRACES_COPY = not _TORCH_2_11
+"""Whether a trace may copy an object by ``copy.copy``."""
+
 _saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 
 

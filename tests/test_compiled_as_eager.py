@@ -1,6 +1,8 @@
 """Tests that a compiled step does what the eager one does: in its first update, with any data."""
 
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -162,6 +164,29 @@ def test_a_number_in_a_microbatch_may_vary(kind: Any) -> None:
         group = make_group(scale=kind(scale))
         arguments = PARAMS, SGD.init(PARAMS), group
         assert_same(compiled(*arguments), eager(*arguments))
+
+
+@dataclass
+class Rows:
+    """Is no container that optree knows."""
+
+    x: Tensor
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+class Batch(dict[str, Any]):
+    """Stands for the dict of a library."""
+
+
+@pytest.mark.parametrize("kind", [Rows, UserDict, OrderedDict, Batch])
+def test_microbatches_of_any_class_are_compiled(kind: Any) -> None:
+    eager = make_step(squares)
+    compiled = compile_step(eager, fullgraph=True)
+    group = [kind(**microbatch) for microbatch in make_group()]
+    arguments = PARAMS, SGD.init(PARAMS), group
+    assert_same(compiled(*arguments), eager(*arguments))
 
 
 def test_a_prefetched_group_is_compiled_as_a_list() -> None:

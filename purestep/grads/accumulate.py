@@ -28,7 +28,7 @@ from purestep.grads.inplace import zeros_for_missing
 from purestep.grads.microbatch import GradAccumulator, MicrobatchInputs
 from purestep.grads.scan import is_scanned, scan_group
 from purestep.objective import denominators
-from purestep.torch_private import is_profiling
+from purestep.torch_private import TRACES_COPY, is_profiling
 from purestep.tree import accumulation_dtype
 from purestep.tree.opaque import copy_opaque, detach_opaque, has_graph
 from purestep.types import (
@@ -226,7 +226,8 @@ def detach_data(
     The microbatch has new containers, since a loss may write ``m["x"] = m["x"] / 2``. If the step
     is recorded, or data have a graph, its tensors are the same, and the last result is True. Else
     they are detached, and it is False: ``requires_grad_()`` in a loss spares the original. A
-    detached tensor requires grad if the original does.
+    detached tensor requires grad if the original does. On torch 2.11, a recorded step leaves
+    dataclasses and subclasses of dict as they are.
     """
     leaves, spec = tree.flatten(microbatch)
     detach: Callable[[Any], Any] = Tensor.detach
@@ -236,7 +237,8 @@ def detach_data(
             is_recorded = is_recorded or has_graph(leaf)
     if is_recorded:
         detach = copy_opaque
-    leaves = [*map(detach, leaves)]  # by map: at each step
+    if TRACES_COPY or not is_recorded:
+        leaves = [*map(detach, leaves)]  # by map: at each step
     return tree.unflatten(spec, leaves), leaves, is_recorded
 
 
