@@ -484,7 +484,17 @@ BAD_ARGUMENTS: list[Refusal] = [
         ValueError,
         r"boundaries=\[10, 5\] must increase, from above 0",
     ),
+    (
+        lambda: optim.join_schedules([abs, abs, abs], [5, 5]),
+        ValueError,
+        r"boundaries=\[5, 5\] must increase, from above 0",
+    ),
 ]
+
+
+def test_a_line_may_begin_and_end_anywhere() -> None:
+    schedule = ps.optim.linear_schedule(1.0, 0.5, 2)
+    assert schedule(torch.arange(4)).tolist() == [1.0, 0.75, 0.5, 0.5]
 
 
 def test_a_peak_of_zero_is_a_rate_of_zero() -> None:

@@ -53,7 +53,7 @@ def make_backends(
     if grad_and_value is not default_grad_and_value:
         grads_of = from_user_grad_and_value(grad_and_value)
         users = functional_backward(loss_fn, in_graphs(grads_of), compile_, copy=True)
-        scanned = functional_backward(loss_fn, grads_of, copy=True)
+        scanned = functional_backward(loss_fn, grads_of)
         return GradBackends(users, users, scanned)
     plain = inplace_backward(loss_fn)
     if compile_ is not False:
