@@ -110,9 +110,16 @@ def _check_alike(batches: Sequence[Tree]) -> None:
         for index, leaf in enumerate(leaves):
             expected = tree.format_leaf(first_leaves[index])
             actual = tree.format_leaf(leaf)
-            if not isinstance(leaf, Tensor) or actual != expected:
-                path = tree.paths(batch, f"microbatches[{number}]")[index]
+            is_tensor = isinstance(leaf, Tensor)
+            if is_tensor and actual == expected:
+                continue
+            path = tree.paths(batch, f"microbatches[{number}]")[index]
+            if not is_tensor:
                 raise ValueError(
-                    f"stack: {path} is {actual}, and that of microbatches[0] {expected}: "
-                    "stacked leaves are tensors of one dtype and shape. Pad them, or pass the list"
+                    f"stack: {path} is {actual}: stacked leaves are tensors. Make it one, register "
+                    "a class of containers with optree, or pass the list"
                 )
+            raise ValueError(
+                f"stack: {path} is {actual}, and that of microbatches[0] {expected}: stacked "
+                "leaves are tensors of one dtype and shape. Pad them, or pass the list"
+            )
