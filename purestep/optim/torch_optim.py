@@ -147,8 +147,8 @@ def check_not_differentiable(factory: OptimizerFactory) -> None:
     """Raises ValueError if the settings have ``differentiable=True``."""
     if factory.settings.get("differentiable"):
         raise ValueError(
-            "from_torch(differentiable=True): torch's in-place steps are not differentiated here: "
-            f"take {factory.alternative}"
+            "from_torch(differentiable=True): torch's in-place steps are not differentiated here. "
+            f"Take {factory.alternative}"
         )
 
 
