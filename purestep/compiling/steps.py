@@ -90,11 +90,12 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return compiled(*args, **kwargs)
-        # Graphs lose the tangents of dual numbers, and fail under torch.func.grad.
-        if forward_level() >= 0 or transforms_differentiate():
+        if forward_level() >= 0:  # Graphs lose the tangents of dual numbers.
             return function(*args, **kwargs)
         if has_transforms():
-            return compiled(*args, **kwargs)
+            # torch fails at a graph in torch.func.grad, but not in vmap.
+            run_there = function if transforms_differentiate() else compiled
+            return run_there(*args, **kwargs)
         args = tuple(_as_list(arg) for arg in args)
         check(*args)
         return compiled_step(*args, **kwargs)
