@@ -14,7 +14,6 @@ import purestep as ps
 from purestep import tree
 from purestep.torch_private import TRACES_AUTOGRAD
 from support.strategies import assert_same
-from tests.counted_graphs import AOT
 
 # Dynamo looks at ``.grad`` of data that were computed.
 pytestmark = pytest.mark.filterwarnings(
@@ -22,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 SGD = ps.optim.sgd(0.1)
+EAGER: Any = partial(torch.compile, backend="eager")
 PARAMS = {"a": torch.tensor([1.0, 2.0, 3.0])}
 
 
@@ -34,7 +34,7 @@ def make_step(loss_fn: Any, **settings: Any) -> Any:
 
 
 def compile_step(step: Any, **settings: Any) -> Any:
-    return ps.compile(step, backend="aot_eager", **settings)
+    return ps.compile(step, backend="eager", **settings)
 
 
 def squares(params: Any, m: Any) -> Tensor:
@@ -68,7 +68,7 @@ def pop_from_list(params: Any, m: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("loss_fn", [halve_in_place, rebind, pop, pop_from_list])
-@pytest.mark.parametrize("make", [partial(make_step, compile=AOT), compile_step])
+@pytest.mark.parametrize("make", [partial(make_step, compile=EAGER), compile_step])
 def test_a_loss_writes_to_its_microbatch_once(loss_fn: Any, make: Any) -> None:
     """The first update of ``compile=True`` also runs the loss eagerly, on a copy."""
     eager = make_step(loss_fn)
@@ -139,9 +139,7 @@ def print_shape(params: Any, m: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("loss_fn", [branch_on_value, print_shape])
-@pytest.mark.parametrize(
-    "compile_", [compile_step, partial(torch.compile, backend="aot_eager")]
-)
+@pytest.mark.parametrize("compile_", [compile_step, EAGER])
 def test_a_graph_break_in_a_loss_is_an_error(loss_fn: Any, compile_: Any) -> None:
     """Graphs of its pieces would lose the gradient, silently (torch 2.15)."""
     torch.compiler.reset()  # torch runs a function eagerly that has failed too often.
