@@ -116,8 +116,8 @@ def _check_alike(batches: Sequence[Tree]) -> None:
             path = tree.paths(batch, f"microbatches[{number}]")[index]
             if not is_tensor:
                 raise ValueError(
-                    f"stack: {path} is {actual}: stacked leaves are tensors. Make it one, register "
-                    "a class of containers with optree, or pass the list"
+                    f"stack: {path} is {actual}: stacked leaves are tensors. Make it a tensor, "
+                    "register a class of containers with optree, or pass the list"
                 )
             raise ValueError(
                 f"stack: {path} is {actual}, and that of microbatches[0] {expected}: stacked "

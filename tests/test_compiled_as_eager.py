@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -151,7 +152,12 @@ def test_a_graph_break_in_a_loss_is_an_error(loss_fn: Any, compile_: Any) -> Non
 # Kinds of arguments
 
 
-@pytest.mark.parametrize("kind", [int, float])
+NUMBERS: list[Any] = [int, float]
+if TRACES_AUTOGRAD:  # torch 2.11 takes no number of NumPy's within a function mode.
+    NUMBERS += [np.float32, np.int64]
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
 def test_a_number_in_a_microbatch_may_vary(kind: Any) -> None:
     def scaled(params: Any, m: Any) -> Tensor:
         return m["scale"] * squares(params, m)

@@ -265,7 +265,7 @@ def test_a_header_whose_offsets_do_not_fit_the_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}'])
 def test_a_damaged_index_names_its_path(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match=r"index.json is no file of safetensors"):
+    with pytest.raises(ValueError, match=r"index.json is no index of files"):
         load_safetensors(tmp_path, like={"weight": torch.ones(1)})
 
 

@@ -127,7 +127,9 @@ def _read_index(path: Path) -> list[Path]:
         weight_map = json.loads(path.read_text())["weight_map"]
         return sorted({path.parent / file for file in weight_map.values()})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _damage_error(path) from error
+        raise ValueError(
+            f"{path} is no index of files of safetensors, or was cut short: copy it again"
+        ) from error
 
 
 def _read_header(path: Path) -> dict[str, _SavedTensor]:

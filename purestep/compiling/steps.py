@@ -63,7 +63,8 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
       and a transform around its graph, get new tensors.
     * The first call of a step checks its arguments as an eager one does. A step runs eagerly under
       dual numbers of ``torch.autograd.forward_ad`` and transforms such as ``torch.func.grad``.
-    * A step is one graph, also without ``fullgraph``: a graph break in its loss is an error.
+    * The loss and its gradient are in one graph, also without ``fullgraph``: a graph break there is
+      an error.
     * Each function has its own cache, and sizes may vary. torch shares one cache among all steps.
     * torch checks guards before each call. Guards on globals of torch, optree, einops, purestep and
       Python are left out. Guards on what the loss reads stay, its globals included.
@@ -96,7 +97,8 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
             # torch fails at a graph in torch.func.grad, but not in vmap.
             run_there = function if transforms_differentiate() else compiled
             return run_there(*args, **kwargs)
-        args = tuple(_as_list(arg) for arg in args)
+        if len(args) == 3:
+            args = (*args[:2], _as_list(args[2]))
         check(*args)
         return compiled_step(*args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -88,7 +89,7 @@ def group(
             f"group: {k=} microbatches make no group: call group(batches, k)"
         )
     # A float that is no integer would skip for ever, and a tensor would be counted down in place.
-    if start < 0 or start != int(start):
+    if start < 0 or not math.isfinite(start) or start != int(start):
         raise ValueError(
             f"group: {start=} is no position; take that of an earlier group"
         )

@@ -226,8 +226,8 @@ def detach_data(
     The microbatch has new containers, since a loss may write ``m["x"] = m["x"] / 2``. If the step
     is recorded, or data have a graph, its tensors are the same, and the last result is True. Else
     they are detached, and it is False: ``requires_grad_()`` in a loss spares the original. A
-    detached tensor requires grad if the original does. On torch 2.11, a recorded step leaves
-    dataclasses and subclasses of dict as they are.
+    detached tensor requires grad if the original does. In a trace of torch 2.11, leaves that
+    are no tensors stay as they are.
     """
     leaves, spec = tree.flatten(microbatch)
     detach: Callable[[Any], Any] = Tensor.detach
@@ -237,7 +237,7 @@ def detach_data(
             is_recorded = is_recorded or has_graph(leaf)
     if is_recorded:
         detach = copy_opaque
-    if TRACES_COPY or not is_recorded:
+    if TRACES_COPY or not is_recorded or not torch.compiler.is_dynamo_compiling():
         leaves = [*map(detach, leaves)]  # by map: at each step
     return tree.unflatten(spec, leaves), leaves, is_recorded
 

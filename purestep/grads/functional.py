@@ -38,7 +38,7 @@ from purestep.types import (
 )
 
 GradsOf: TypeAlias = Callable[..., tuple[list[Tensor], Tensor, list[Tensor]]]
-"""Takes ``function(*leaves) -> (value, aux)``, leaves, and data that the function reads, too.
+"""Takes ``function(*leaves) -> (value, aux)``, leaves, and a tree of data that it reads, too.
 
 Returns gradients by the leaves, value and aux."""
 
@@ -107,8 +107,7 @@ def microbatch_grads(
         aux, aux_spec = tree.flatten(weighted.aux)
         return loss, [weighted.weights, *aux]
 
-    data = tree.leaves(microbatch)
-    grads, loss, (weights, *aux) = grads_of(value_and_aux, leaves, data)
+    grads, loss, (weights, *aux) = grads_of(value_and_aux, leaves, microbatch)
     result = MicrobatchResult(
         loss, weights, tree.unflatten(aux_spec, aux), depends_on_params
     )
@@ -129,15 +128,14 @@ def in_graphs(grads_of: GradsOf, *, is_autograd: bool = False) -> GradsOf:
     def grads_in_graphs(
         function: Callable[..., tuple[Tensor, list[Tensor]]],
         leaves: Sequence[Tensor],
-        data: Sequence[Any],
+        data: Tree,
     ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
         if not torch.compiler.is_dynamo_compiling():
             return grads_of(function, leaves, data)
         # A graph of the first piece would hand on values without their derivatives: zeros.
         with one_graph():
-            is_recorded = tree.may_be_differentiated(leaves) or any(
-                map(has_graph, data)
-            )
+            has_data_graph = any(has_graph(leaf) for leaf in tree.leaves(data))
+            is_recorded = has_data_graph or tree.may_be_differentiated(leaves)
             if is_autograd and TRACES_AUTOGRAD and not is_recorded:
                 return _traced_grads(function, leaves)
 
@@ -175,7 +173,7 @@ def from_user_grad_and_value(grad_and_value: GradAndValue) -> GradsOf:
     def grads_of(
         function: Callable[..., tuple[Tensor, list[Tensor]]],
         leaves: Sequence[Tensor],
-        data: Sequence[Any],
+        data: Tree,
     ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
         check_inference_mode()
         run = grad_and_value(lambda leaves: function(*leaves), has_aux=True)

@@ -22,7 +22,7 @@ from purestep.grads.microbatch import (
 )
 from purestep.objective import forward_microbatch, weighted_sum
 from purestep.torch_private import check_inference_mode, run_backward
-from purestep.types import GradHook, LossFn
+from purestep.types import GradHook, LossFn, Tree
 
 
 def inplace_backward(
@@ -100,7 +100,8 @@ def run_backward_into(
     It removes terms that require no grad, and their cotangents, from the lists. If no term is left,
     it returns False at once; else whether any leaf has a sum, even from an earlier microbatch. The
     graph is freed. A leaf that requires no grad, or has another dtype than its sum, gets
-    ``requires_grad``, and the dtype of the sum as ``grad_dtype``.
+    ``requires_grad``, and the dtype of the sum as ``grad_dtype``. So does a module's parameter
+    with another ``grad_dtype`` than its sum.
 
     No sum shares memory with cotangents, leaves, another sum or ``data``, the leaves of the
     microbatch. ``on_grad_ready`` takes each sum that the pass reaches, and returns the tensor to
@@ -274,7 +275,7 @@ def zeros_for_missing(
 def vjp_grads(
     function: Callable[..., tuple[Tensor, list[Tensor]]],
     leaves: Sequence[Tensor],
-    data: Sequence[Any] = (),
+    data: Tree = (),
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     """Differentiates ``function(*leaves) -> (value, aux)`` by ``torch.func.vjp``.
 

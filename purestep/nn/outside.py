@@ -92,24 +92,27 @@ def _find_references(obj: Any) -> Iterable[Any]:
 
 
 def _find_references_of_function(function: FunctionType) -> list[Any]:
-    """Returns the cells of a function's closure, its defaults, and the globals that it names.
+    """Returns a function's defaults, and the values of its closure and of globals that it names.
 
-    Of a module of Python, these are the attributes that the function names, too.
+    Of a module of Python among these, and of modules in it, they are the attributes that the
+    function names. Not all attributes: a hook that names torch would reach ``sys.modules``.
     """
-    references: list[Any] = [*(function.__closure__ or ())]
-    references += function.__defaults__ or ()
+    references: list[Any] = [*(function.__defaults__ or ())]
     references += (function.__kwdefaults__ or {}).values()
-    namespace = function.__globals__
     # Those of ``store.features`` are ``store`` and ``features``.
     names = function.__code__.co_names
-    for name in names:
-        value = namespace.get(name)
-        if isinstance(value, ModuleType):
-            # Not all that it holds: any hook that names torch would reach ``sys.modules``.
-            attributes = vars(value)
-            references += [attributes[other] for other in names if other in attributes]
-        else:
+    namespace = function.__globals__
+    values = [namespace[name] for name in names if name in namespace]
+    for cell in function.__closure__ or ():
+        values += _find_references(cell)
+    seen = set()
+    for value in values:  # It grows by attributes of modules.
+        if not isinstance(value, ModuleType):
             references.append(value)
+        elif id(value) not in seen:
+            seen.add(id(value))
+            attributes = vars(value)
+            values += [attributes[name] for name in names if name in attributes]
     return references
 
 

@@ -287,8 +287,8 @@ def _judge_part(
     From the first wrong case on, it draws simpler ones, and reports the simplest. A refusal does
     not end the search: the verdict is "refuses" only if no case is wrong. Refused cases count in
     ``coverage``, but not in ``cases``, and so do cases in which the claim raises ``UnaskedError``.
-    If these are all, that error is raised. So are errors of drawing a case, and other errors of the
-    claim than ``DisagreementError`` and ``RefusalError``.
+    If these are all, the first such error is raised. So are errors of drawing a case, and errors of
+    the claim other than ``DisagreementError`` and ``RefusalError``.
     """
     coverage: dict[str, Counter[Any]] = defaultdict(Counter)
     exact: list[bool] = []
@@ -313,8 +313,8 @@ def _judge_part(
                 exact.append(is_exact)
         except RefusalError as refusal:
             refused.append(_Refusal(case, str(refusal)))
-        except UnaskedError as error:
-            unasked.append(error)
+        except UnaskedError as nothing:
+            unasked.append(nothing)
         except AssertionError:
             # From the first wrong case on, others are drawn to find a smaller one.
             is_shrinking = True

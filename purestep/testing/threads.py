@@ -394,8 +394,7 @@ class _Run:
         """Computes the results of all ranks, and wakes those that wait."""
         inputs = [collective.inputs[rank] for rank in call.group]
         results = _compute_results(call.op, inputs)
-        # Another number of results is an error before any rank has one: a rank that has its result
-        # would not wait for an error.
+        # No rank gets a result if their number is wrong: a rank with one would wait for no error.
         collective.results = dict(zip(call.group, results, strict=True))
         collective.inputs.clear()
         self._changed.notify_all()

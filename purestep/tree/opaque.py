@@ -3,7 +3,7 @@
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -38,11 +38,14 @@ def is_dataclass_object(leaf: Any) -> bool:
     # In a trace, a number that varies cannot be asked for attributes.
     if isinstance(leaf, (int, float)):
         return False
-    return is_dataclass(leaf) and not isinstance(leaf, type)
+    # Of the object: a trace cannot ask the class of a NumPy scalar.
+    return hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type)
 
 
 def has_graph(leaf: Any) -> bool:
     """Returns whether any tensor in a leaf requires grad and was computed from others."""
+    if type(leaf) is Tensor:
+        return leaf.requires_grad and not leaf.is_leaf
     for tensor in tensors_in(leaf):
         if tensor.requires_grad and not tensor.is_leaf:
             return True
@@ -95,8 +98,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
         return twin
     if isinstance(leaf, dict):
         twin = copy(leaf)
-        values = _map_values(function, leaf)
-        twin.update(values)
+        # Not by update, which transformers' ModelOutput refuses.
+        for key, value in _map_values(function, leaf).items():
+            twin[key] = value
         return twin
     if type(leaf) in (list, tuple):
         return type(leaf)(map_tensors(function, value) for value in leaf)
