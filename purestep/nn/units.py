@@ -124,7 +124,11 @@ def find_units(
 
 
 def _find_derived(recipe: Recipe) -> set[int]:
-    """Returns positions of what derived values, cells and dicts with copied keys are made of."""
+    """Returns positions in a recipe that its derived values, cells and rekeyed dicts refer to.
+
+    No ``Slot`` reaches all places of such a value, so a param there belongs to no unit. Positions
+    are those of ``Recipe``.
+    """
     derived = {position for _, parts in recipe.derived for position in parts}
     derived |= {position for _, position in recipe.cell_contents}
     for _, key_position, position in recipe.rekeyed_entries:

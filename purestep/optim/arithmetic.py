@@ -65,7 +65,8 @@ class Arithmetic(Protocol):
     def sqrt(self, x: Any) -> Any:
         """Computes √x, in new memory.
 
-        On leaves and on the host, its derivative at 0 is 0: see ``safe_sqrt``.
+        Its derivative at 0 is 0, as that of ``safe_sqrt``. Columns on a device take a foreach
+        kernel instead, without this.
         """
 
     def sign(self, x: Any) -> Any:

@@ -239,10 +239,11 @@ class GradBuckets:
         return stored
 
     def _add(self, index: int, total: Tensor) -> Tensor:
-        """Copies the sum of a leaf into its bucket, and returns its view there.
+        """Copies the sum of a leaf into its bucket; stores in ``sums`` and returns a view of it.
 
-        The leaf is no longer pending in the bucket. A scattered leaf has no view: expanded zeros of
-        its shape are returned. A view is also stored in ``sums``.
+        A leaf in ``scatter_specs`` is packed into a row for each rank. It has no view: expanded
+        zeros of its shape are returned, and ``sums`` stays. The leaf is no longer pending in the
+        bucket.
         """
         bucket = self._bucket_of[index]
         bucket.pending.discard(index)

@@ -299,14 +299,14 @@ class MultiProgramSession:
     def _check_second(
         self, message: Tensor, fingerprints: list[TreeFingerprint]
     ) -> Status | None:
-        """Reads and checks the second message, after the first if that is still unread.
+        """Checks the second message, and returns its status; returns None if it need not be read.
+
+        It reads the first message before, if that is still unread. On a device, the second one is
+        read only if a rank holds no microbatch, or if ranks compare the order of gathers. On the
+        host it always is.
 
         Raises as ``check_status`` does, or ``ValueError`` if a rank without microbatches lacks the
-        aux of others.
-
-        On a device, it reads the second one only if a rank holds no microbatch, or if the order of
-        gathers is compared. Otherwise it returns None. The last of ``fingerprints`` is that of the
-        order.
+        aux of others. The last of ``fingerprints`` is that of the order.
         """
         axis = self._axis
         assert self._first is not None

@@ -185,14 +185,17 @@ def _compute_norms(params: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _gradient_majorants(problem: Problem, batches: Batches) -> _Majorants:
-    """Estimates the majorants from rows' losses and gradients, as if all batches were one update.
+    """Estimates the majorants from losses and gradients of single rows, at the initial parameters.
 
-    The gradient's majorant is G = Σ sₘ‖gₘ‖, where row m has the share sₘ of all weight. Each norm
-    is over all parameters together, since a gradient that cancels to zero has errors, too. A moment
-    sums the gradients of all updates, each as large as G plus the decay of the parameters. The
-    majorant of a parameter is its norm plus the learning rate times the sum of the moments. The
-    majorant of an evaluation is the larger one of the losses before and after the update. Without
-    weight, all but the parameters' norms are 0.
+    The gradient's majorant is G = Σ sₘ‖gₘ‖, where row m of all batches has the share sₘ of all
+    weight. Each norm is over all parameters together, since a gradient that cancels to zero has
+    errors, too. The loss's majorant is the sum of the rows' losses with the same shares.
+
+    A parameter's majorant p begins as its norm, and its moment m as 0. Each update sets m to
+    momentum · m + G + weight decay · p, and adds learning rate · m to p.
+
+    The majorant of an evaluation is the larger one of the losses before and after one update on all
+    batches. Without weight, all but the parameters' norms are 0.
     """
     trainer = ReferenceTrainer()
     sizes = _compute_norms(problem.params())

@@ -250,9 +250,9 @@ def outcome(
     """Starts the trainer, does a run on copies of the data, and returns what each rank sees.
 
     The first observation has an evaluation of the last group, if the trainer can evaluate and a
-    token has weight. ``changed`` lists the data and global state that the run has changed. Before
-    the run, ``Watch(seed)`` seeds the global generators. Afterwards the global state of this
-    process is put back.
+    token has weight. Its rows are made twice as long, unless the task has a vocabulary. ``changed``
+    lists the data and global state that the run has changed. Before the run, ``Watch(seed)`` seeds
+    the global generators. Afterwards the global state of this process is put back.
 
     Raises ``RefusalError`` if the trainer raises an ``Exception``. It also does if params or
     averages have other names than the problem's params, or params another dtype than declared.

@@ -48,9 +48,10 @@ def draw_pair(
     the trainer, and restarts it if it can. "setting" needs a trainer with two settings or more, of
     which each run has one.
 
-    Before the group, both runs make the same earlier updates. With "cut", "ranks" or "all", the
-    first run makes these on one rank; with "padding", the second run pads them. In a coarse dtype,
-    runs with earlier updates consist of these alone.
+    Before the group, both runs may make updates that count the same tokens. With "cut", "ranks" or
+    "all", the first run makes these on one rank; with "padding", the second run pads them. In a
+    coarse dtype, runs with such updates leave out the group, whose numbers would no longer be
+    exact.
 
     ``part`` names the part of the law. One of ``KINDS`` says how the microbatches differ; with
     "bits" there are no restarts. If ``dropout`` is above 0, a drawn model has it, and the group's
