@@ -81,6 +81,8 @@ def leaves_require_grad(leaves: Sequence[Any]) -> bool:
             if leaf.requires_grad:
                 return True
             continue
+        if isinstance(leaf, (int, float)):  # Such as a learning rate, at each step.
+            continue
         is_opaque = isinstance(leaf, Mapping) or is_dataclass_object(leaf)
         if is_opaque and leaves_require_grad([*tensors_in(leaf)]):
             return True
