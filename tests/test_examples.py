@@ -1,6 +1,6 @@
 """Starts the examples as users do, in processes that may be killed."""
 
-import email
+import json
 import os
 import re
 import signal
@@ -21,7 +21,7 @@ from support.programs import Command, Program
 
 ROOT = Path(__file__).parent.parent
 FEW_STEPS = ["--steps", "12", "--examples", "4"]
-DOCSTRINGS = ["--docstrings-of", str(Path(email.__file__).parent)]
+DOCSTRINGS = ["--docstrings-of", str(Path(json.__file__).parent)]
 OPTIONS = [*FEW_STEPS, *DOCSTRINGS]
 TRAINING = ["-m", "purestep.examples.docstrings", *OPTIONS]
 TORCHRUN = [

@@ -116,8 +116,8 @@ def test_adapters_on_a_base_in_shards(tmp_path: Path, remat: bool) -> None:
 # Memory that ends
 
 
-WIDTH = 512
-BLOCKS = 128
+WIDTH = 1024
+BLOCKS = 32
 LIMIT = 115
 """How many MiB more each rank may use, of 128 MiB of params."""
 MEBIBYTE = 2**20
@@ -125,7 +125,7 @@ M_MMAP_THRESHOLD = -3
 
 
 class Block(nn.Module):
-    """A layer of one mebibyte."""
+    """A layer of four mebibytes."""
 
     def __init__(self) -> None:
         super().__init__()

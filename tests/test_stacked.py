@@ -116,14 +116,20 @@ class Layer(nn.Module):
 MODULE_PARAMS, apply_module = ps.from_module(Layer())
 
 
+def module_loss(params: Any, microbatch: Any) -> Tensor:
+    """Draws by keys in the module, and rounds by autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        output = apply_module(params, microbatch["x"], key=microbatch["keys"])
+    return output.float().square().sum((1, 2))
+
+
 def module_terms(params: Any, microbatch: Any) -> ps.LossOutput:
-    """Draws by keys, here and in the module, rounds by autocast, and adds a term of the microbatch."""
+    """Draws by keys before the module, too, and adds a term of the microbatch."""
     x, keys = microbatch["x"], microbatch["keys"]
     keep = ps.random.uniform(ps.random.fold_in(keys, 1), x.shape[1:]) < 0.5
-    with torch.autocast("cpu", torch.bfloat16):
-        output = apply_module(params, x * keep, key=keys).float()
+    losses = module_loss(params, {"x": x * keep, "keys": keys})
     term = params["linear.weight"].square().sum()
-    return ps.LossOutput(output.square().sum((1, 2)), microbatch_loss=term)
+    return ps.LossOutput(losses, microbatch_loss=term)
 
 
 def weigh_thirds(microbatch: Any) -> Tensor:
@@ -176,8 +182,8 @@ def test_inductor_writes_a_stacked_group_over_what_is_donated() -> None:
     """One graph for two numbers of microbatches, to rounding."""
     settings: dict[str, Any] = {"weight_fn": weigh_thirds}
     momentum = ps.optim.sgd(0.1, momentum=0.9)
-    eager: Any = ps.make_update_step(module_terms, momentum, **settings)
-    donating = ps.make_update_step(module_terms, momentum, **settings, donate=True)
+    eager: Any = ps.make_update_step(module_loss, momentum, **settings)
+    donating = ps.make_update_step(module_loss, momentum, **settings, donate=True)
     compiled = ps.compile(donating, fullgraph=True)
     expected: Any = (MODULE_PARAMS, momentum.init(MODULE_PARAMS))
     state = tree.map(torch.clone, expected)
