@@ -214,5 +214,8 @@ def _refuse_graph(
 def _keep_grads(
     sums: GradSums, total: TokenCounts, params: Params, opt_state: OptState
 ) -> tuple[Params, Any, StepMetrics]:
-    """Returns params as they are, gradients in the place of ``opt_state``, and metrics."""
+    """Returns params as they are, ``sums.grads`` in the place of ``opt_state``, and metrics.
+
+    The step has divided ``sums`` by N. The gradients stay in the dtype of the sums.
+    """
     return params, sums.grads, measure_step(sums, total)

@@ -206,7 +206,8 @@ class ProcessAxis(ABC):
 
         ``op`` is "psum", "all_gather" or "psum_scatter". The function returns the result: ``x``
         itself, overwritten, after a psum. The result of another op is new memory, whose shape
-        depends on the class of the axis.
+        depends on the class of the axis. ``launch`` notes nothing in the log: ``log_launch``
+        does.
         """
 
     @abstractmethod

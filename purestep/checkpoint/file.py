@@ -127,7 +127,8 @@ def _make_spec(tensor: Tensor) -> TensorSpec:
     """Describes a tensor to safetensors, by the address of its memory.
 
     The tensor must be contiguous, on the host, and kept until the file is written. An address
-    needs no numpy, which the ``save_file`` of safetensors needs.
+    needs no numpy, which the ``save_file`` of safetensors needs. Raises ``SafetensorError`` for
+    a dtype that safetensors lacks.
     """
     # Without "_x2" it refuses two numbers of four bits in a byte, which it writes and cannot read.
     dtype = str(tensor.dtype).removeprefix("torch.").removesuffix("_x2")

@@ -160,7 +160,10 @@ def sum_small_products(graph: Graph) -> None:
 
 
 def _repays_loop(a: Tensor, b: Tensor) -> bool:
-    """Returns whether ``a @ b`` is a small float32 product on the CPU, with dense rows in ``b``."""
+    """Returns whether ``a @ b`` is small, in float32 and on the CPU, with dense rows in ``b``.
+
+    Small means at most ``MAX_LOOPED_MULTIPLICATIONS``. With an unknown size, it is not small.
+    """
     is_small = _num_multiplications(a, b) <= MAX_LOOPED_MULTIPLICATIONS
     return is_small and _is_float32_on_cpu(a) and _has_dense_rows(b)
 

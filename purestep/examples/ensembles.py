@@ -190,7 +190,10 @@ def plot(path: Path, result: Comparison) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Comparison:
-    """Trains both ways; prints a summary, plots, and returns the losses and times."""
+    """Trains both ways; prints a summary, saves a picture, and returns the losses and times.
+
+    The picture goes to the file that ``--picture`` names, by default "ensembles.png".
+    """
     parser = picture.make_parser(__doc__, "ensembles", 150)
     options = parser.parse_args(arguments)
     result = measure(options.steps)

@@ -277,7 +277,7 @@ def compare_rows(params: Params, apply: Any, documents: Sequence[Batch]) -> RowC
 
 
 def plot_losses(axes: Any, llama: Losses, lora: Losses) -> None:
-    """Plots the losses of the Llama, and after them those of the LoRA."""
+    """Plots, for each kind of text, the Llama's losses by update, and after them the LoRA's."""
     end_of_llama, _ = llama[PYTHON][-1]
     colors = {PYTHON: picture.BLUE, TORCH: picture.ORANGE}
     for name, color in colors.items():

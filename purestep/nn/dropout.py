@@ -140,7 +140,11 @@ class KeyedDropout(TorchFunctionMode):
         )
 
     def _next_keys(self) -> KeyOrPackedKeys:
-        """Returns the keys with the number of this draw folded in, and counts the draw."""
+        """Returns the mode's keys with the number of this draw folded in, and counts the draw.
+
+        They are keys of examples, or ``PackedKeys`` of tokens. The first number is
+        ``first_index``.
+        """
         index = self._next_index
         self._next_index = index + 1
         return fold_in(self._keys, index)

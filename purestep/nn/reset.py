@@ -159,7 +159,8 @@ def _own_parameters(part: Module) -> Sequence[Parameter]:
 def _cut_all(full: Mapping[str, Tensor], like: Like) -> dict[str, Any]:
     """Returns copies of this rank's blocks of full params, by name, in the form of ``like``.
 
-    Raises ``ValueError`` if a param still has a NaN.
+    They have the dtypes of ``like``, and the devices of the full params. Raises ``ValueError``
+    if a param still has a NaN.
     """
     blocks = {}
     for name, param in full.items():

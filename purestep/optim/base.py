@@ -360,9 +360,10 @@ def raise_mismatch(
 def state_mismatch(init: Init, state: OptState, params: Params) -> str | None:
     """Describes how a state differs from ``init(params)``; returns None if it does not.
 
-    Containers, shapes and dtypes are compared. In every leaf, float64, float32, bfloat16 and
-    float16 count as one dtype. If only the state has a ``Shard``, the text says that alone. So it
-    does if only ``init(params)`` has one, and both states have one type and number of leaves.
+    It calls ``init(params)``, and an error of that call goes through. Containers, shapes and
+    dtypes are compared. In every leaf, float64, float32, bfloat16 and float16 count as one
+    dtype. If only the state has a ``Shard``, the text says that alone. So it does if only
+    ``init(params)`` has one, and both states have one type and number of leaves.
     """
     expected = init(params)
     difference = tree.describe_mismatch(state, expected, "opt_state")

@@ -155,9 +155,10 @@ class Repeated:
         self._remaining.popleft()
 
     def leave(self) -> None:
-        """Launches all remembered collectives that remain, with zeros, and waits for them.
+        """Launches, with zeros, all remembered collectives of the update that remain.
 
-        So the other ranks, which still launch them, do not wait for this one.
+        It waits for one before it launches the next. So the other ranks, which still launch
+        them, do not wait for this one.
         """
         while self._remaining:
             _, axis, op, shape, dtype, device = self._remaining.popleft()

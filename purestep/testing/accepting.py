@@ -112,7 +112,11 @@ def _name_part(law: str, part: str) -> str:
 
 
 def _parse_line(line: str) -> tuple[str, str]:
-    """Returns the name and the status of a line; both are "" for a comment or an empty line."""
+    """Returns the name and the status of a line: what is before and after its first colon.
+
+    A comment is left out. Both are "" for a comment or an empty line. Nothing is checked:
+    without a colon, the status is "".
+    """
     code = line.partition("#")[0]
     name, _, status = code.partition(":")
     return name.strip(), status.strip()

@@ -118,10 +118,11 @@ def _bound_coarse_sum(tokens: int, dtype: torch.dtype) -> float:
 def bound_relative_error(
     problem: Problem, num_updates: int, tokens: int, capabilities: Capabilities
 ) -> float:
-    """Returns γₙ, where n is the number of roundings in a row in a run; n is 1 in a coarse dtype.
+    """Returns γₙ, where n is the number of roundings in a row in a run; 1 in a coarse dtype.
 
-    ``tokens`` is how many tokens its updates sum in all, padding included. Raises
-    ``AssertionError`` if n roundings have no bound in the dtype.
+    In a coarse dtype, numbers are exact before the step, so a param is rounded once. Reports
+    have another bound there. ``tokens`` is how many tokens its updates sum in all, padding
+    included. Raises ``AssertionError`` if n roundings have no bound in the dtype.
     """
     if capabilities.is_coarse:
         return rounding_bound(1, capabilities.dtype)

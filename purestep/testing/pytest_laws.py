@@ -43,9 +43,9 @@ class LawPlugin:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Adds the trainer's ``TrainerCollector`` to the session's report.
+        """Adds the trainer's ``TrainerCollector`` to the report of a ``pytest.Session``.
 
-        Returns the reports of other collectors as they are.
+        Returns reports of other collectors, and one without a result, as they are.
         """
         report = yield
         if isinstance(collector, pytest.Session) and report.result is not None:

@@ -116,10 +116,11 @@ Layout: TypeAlias = Sequence[Sequence[Part]]
 def draw_padding(
     draw: Draw, layout: Layout, length: int, *, inside: bool, added: bool
 ) -> Layout:
-    """Returns a layout with drawn padding in its microbatches, which have all ``length`` columns.
+    """Returns a layout with drawn padding: rows and columns inserted into its microbatches.
 
-    Rows are inserted anywhere, columns anywhere if ``inside``, else at the end. With ``added`` it
-    may insert microbatches in which nothing counts. Something is always padded.
+    Before, each microbatch has all ``length`` columns of the batch. Rows are inserted anywhere,
+    columns anywhere if ``inside``, else at the end. With ``added`` it may insert microbatches
+    in which nothing counts. Something is always padded, so there must be a microbatch.
     """
     columns = list(range(length))
     padded = []
