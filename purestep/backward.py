@@ -68,10 +68,10 @@ def make_backward(
 
     ``backward(microbatches)`` sets ``.grad`` of each parameter that requires grad to the gradient
     that ``make_update_step`` computes. It is in the parameter's ``grad_dtype``, by default its
-    dtype. What was in ``.grad`` is gone, so nothing is left to zero. If ``backward`` raises,
-    ``.grad`` is None. A parameter that the loss does not reach has a gradient of zeros. The
-    parameters themselves are the leaves: nothing is copied, and the module runs as it is, with its
-    hooks and buffers.
+    dtype. What was in ``.grad`` is gone, so nothing is left to zero: that of a frozen parameter is
+    None. If ``backward`` raises, all are None. A parameter that the loss does not reach has a
+    gradient of zeros. The parameters themselves are the leaves: nothing is copied, and the module
+    runs as it is, with its hooks and buffers.
 
     Args:
         model: the module. Not one in ``DistributedDataParallel``: name the ranks by ``axis``.
@@ -127,10 +127,11 @@ def make_backward(
     )
 
     def backward(microbatches: Sequence[Microbatch], /) -> StepMetrics:
+        # That of a parameter that was frozen since, too: an optimizer goes on moving it.
+        for parameter in model.parameters():
+            parameter.grad = None
         parameters = trainable_parameters(model)
         dtypes = [parameter.grad_dtype for parameter in parameters.values()]
-        for parameter in parameters.values():
-            parameter.grad = None
         values = {name: parameter.detach() for name, parameter in parameters.items()}
         try:
             _, grads, metrics = step(values, (), microbatches)

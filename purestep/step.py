@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -362,24 +362,28 @@ def _make_graph_check(
     """Makes the function that checks arguments of a compiled step: a trace has no values.
 
     It calls ``check`` at the first call; with ``donate``, at the first one for each structure of
-    params. Leaves that share memory would be written over twice. It does nothing unless it gets
-    three arguments.
+    params. Leaves that share memory would be written over twice, so at the others it compares
+    objects. It does nothing unless it gets three arguments.
     """
     seen_specs: deque[tree.TreeSpec] = deque(maxlen=8)
 
     def check_call(*args: Any) -> None:
         if len(args) != 3 or (seen_specs and not donate):
             return  # The step says what is missing.
+        params, opt_state, _ = args
         # Params of the only structure so far: to make their spec takes six times as long, a
         # twelfth of a small step. With several it does, since a mismatch prints all params.
         is_single = len(seen_specs) == 1
-        if is_single and tree.tensors_matching(seen_specs[0], args[0]) is not None:
-            return
-        # Without ``is_leaf``, which is Python: a small compiled step takes twenty times as long.
-        spec = optree.tree_structure(args[0], namespace=tree.NAMESPACE)
-        if spec not in seen_specs:
-            check(*args)
-            seen_specs.append(spec)
+        if not is_single or tree.tensors_matching(seen_specs[0], params) is None:
+            # Without ``is_leaf``, which is Python: a small step takes twenty times as long.
+            spec = optree.tree_structure(params, namespace=tree.NAMESPACE)
+            if spec not in seen_specs:
+                check(*args)
+                seen_specs.append(spec)
+                return
+        donated: Any = params, opt_state
+        leaves = optree.tree_leaves(donated, namespace=tree.NAMESPACE)
+        validation.check_distinct(leaves, params, opt_state)
 
     return check_call
 
@@ -509,14 +513,14 @@ def apply_update(
         first_leaves = (
             {"params": 0, "opt_state": num_params} if has_state else {"params": 0}
         )
-        consumed: list[Tensor] = []
         for name, index in first_leaves.items():
             if validation.DONATED in leaves[index].__dict__:
                 raise validation.reused_donation_error(name)
-            if donate:
-                consumed.append(leaves[index])
-                leaves[index] = leaves[index].data  # an alias that no operation makes
-        if not donate:
+        consumed: list[Tensor] = []
+        if donate:
+            validation.check_distinct(leaves, params, opt_state)
+            consumed = _replace_by_aliases(leaves, first_leaves.values())
+        else:
             # On the host, foreach operations are loops, and grouping leaves takes longer.
             on_host = applied.is_cpu
             leaves[:] = map(torch.clone, leaves) if on_host else foreach.clone(leaves)
@@ -531,6 +535,18 @@ def apply_update(
     except Exception as error:
         reraise_with_hint(optimizer.init, opt_state, params, error)
         raise
+
+
+def _replace_by_aliases(leaves: list[Tensor], indices: Iterable[int]) -> list[Tensor]:
+    """Puts an alias in the place of some leaves, and returns these.
+
+    So the donated leaves can be marked, and those that the step returns are not.
+    """
+    replaced = []
+    for index in indices:
+        replaced.append(leaves[index])
+        leaves[index] = leaves[index].data  # an alias that no operation makes
+    return replaced
 
 
 def _apply_recorded(

@@ -287,7 +287,7 @@ def check_no_aliasing(
     """
     owners: dict[torch.UntypedStorage, str] = {}
     for name, leaf in _tensors_by_path((params, opt_state), "(params, opt_state)"):
-        if leaf.numel() > _span(leaf):
+        if leaf.numel() > memory_span(leaf):
             raise ValueError(
                 f"donate=True needs memory for each element, but {name} overlaps itself, as expand "
                 "makes it: clone it"
@@ -300,10 +300,25 @@ def check_no_aliasing(
         _check_unaliased(owners, name, leaf)
 
 
-def _span(tensor: Tensor) -> int:
+def check_distinct(
+    leaves: Sequence[Tensor], params: Params, opt_state: OptState
+) -> None:
+    """Raises as ``check_no_aliasing`` does if one tensor is two of the donated ``leaves``.
+
+    These are the leaves of both trees. It compares objects alone, in every update: memory is
+    compared in the first one. The mistake comes later, too, as after the update here:
+        params = opt_state.average
+    """
+    identities = {id(leaf) for leaf in leaves}
+    if len(identities) < len(leaves):
+        check_no_aliasing(params, opt_state)
+
+
+def memory_span(tensor: Tensor) -> int:
     """Returns how many elements of memory lie from the first to the last of a tensor.
 
-    >>> _span(torch.ones(4, 3)[:, 0]), _span(torch.ones(1).expand(5)), _span(torch.ones(2, 0))
+    >>> column, repeated = torch.ones(4, 3)[:, 0], torch.ones(1).expand(5)
+    >>> memory_span(column), memory_span(repeated), memory_span(torch.ones(2, 0))
     (10, 1, 0)
     """
     if tensor.numel() == 0:

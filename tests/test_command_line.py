@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import purestep as ps
+from purestep.testing import __main__ as command_line
 from purestep.testing.accepting import PartVerdict, read_accepted, write_accepted
 from purestep.testing.html_report import render_report
 from purestep.testing.progress import CLEAR, Progress
@@ -83,6 +84,33 @@ def test_both_lists_at_once_are_refused(tmp_path: Path) -> None:
     assert "not allowed with argument" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cases", "0"], "cases is 0"),
+        (["--seed", "tomorrow"], "seed is 'tomorrow'"),
+        (["--json", "none/x.json"], "No such file"),
+        (["--html", "none/x.html"], "No such file"),
+        (["--write-accept", "none/x.txt"], "No such file"),
+    ],
+)
+def test_wrong_options_end_before_a_law_is_judged(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = "purestep.testing:ReferenceTrainer"
+    monkeypatch.setattr(sys, "argv", ["purestep.testing", trainer, *options])
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main()
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+
+
 def make_verdict(name: str, status: Any) -> PartVerdict:
     """Makes a verdict on a law as a whole."""
     law, _, part = name.partition(" ")
@@ -114,11 +142,13 @@ def test_a_list_keeps_its_reasons(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("line", ["T1: wrong", "T3: holds", "T3", "wrong"])
+@pytest.mark.parametrize("line", ["T1: wrong", "T3: holds", "T3", ": wrong"])
 def test_a_line_that_names_no_failure_is_refused(line: str, tmp_path: Path) -> None:
     path = tmp_path / "list.txt"
     path.write_text(line)
-    with pytest.raises(ValueError, match=r"list.txt: \{.*'T1 empty ones'"):
+    with pytest.raises(
+        ValueError, match=rf"list.txt: the line '{line}' .*'T1 empty ones'"
+    ):
         read_accepted(path)
 
 

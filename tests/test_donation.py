@@ -111,6 +111,32 @@ def test_leaves_and_data_that_share_memory_are_refused(case: Memory) -> None:
         assert torch.equal(leaf, expected[name])
 
 
+def as_it_is(step: Any) -> Any:
+    return step
+
+
+def compile_by_eager(step: Any) -> Any:
+    return ps.compile(step, backend="eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("make", [as_it_is, compile_by_eager])
+def test_a_tensor_that_is_two_leaves_is_refused_in_later_updates_too(make: Any) -> None:
+    """Nothing is written: the state goes on from clones."""
+    ema = ps.optim.ema(SGD, decay=0.5)
+    step = make(
+        ps.make_update_step(product_of_two, ema, weight_fn=torch.ones_like, donate=True)
+    )
+    group = [torch.ones(2)]
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    new, state, _ = step(params, ema.init(params), group)
+    for wrong in (state.average, dict.fromkeys("ab", new["a"])):
+        before = tree.map(torch.clone, (wrong, state))
+        with pytest.raises(ValueError, match="shares its memory: clone one of them"):
+            step(wrong, state, group)
+        assert_same((wrong, state), before)
+    step(tree.map(torch.clone, state.average), state, group)
+
+
 def test_a_compiled_step_writes_to_what_is_donated() -> None:
     """Before that, the first call raises for memory that a microbatch shares."""
     step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn, donate=True)

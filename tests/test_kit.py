@@ -358,6 +358,16 @@ def test_unknown_laws(ask: Any) -> None:
         ask(PlainLoop(), ["T8"])
 
 
+@pytest.mark.parametrize(
+    "ask", [ps.testing.run_laws, ps.testing.check, ps.testing.law_tests]
+)
+@pytest.mark.parametrize("cases", [0, -1])
+def test_no_cases(ask: Any, cases: int) -> None:
+    """Every law would hold in them."""
+    with pytest.raises(ValueError, match=f"cases is {cases}, .* try 1 or more"):
+        ask(PlainLoop(), ["T1"], cases=cases)
+
+
 @pytest.mark.parametrize("ask", [ps.testing.run_laws, ps.testing.check])
 def test_an_unknown_law_is_refused_before_others_are_judged(ask: Any) -> None:
     has_started = False

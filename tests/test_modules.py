@@ -307,6 +307,12 @@ def aliased() -> nn.Module:
     return nn.Sequential(first, second)
 
 
+def overlapping() -> nn.Module:
+    """Makes parameters of which each has numbers of the other."""
+    six = torch.zeros(6)
+    return nn.ParameterList([six[:4], six[2:]])
+
+
 def viewed() -> nn.Module:
     module = linear()
     module.kept = [module.weight.t()]
@@ -374,6 +380,11 @@ REFUSED = [
         ValueError,
         r"^0\.weight, which trains, shares memory with 1\.weight, .* one Parameter",
         trainable="0.weight",
+    ),
+    Refused(
+        overlapping,
+        ValueError,
+        r"^0, which trains, shares memory with 1, .* one Parameter",
     ),
     Refused(
         viewed,

@@ -1,6 +1,7 @@
 """Tests models that no rank could hold: made on the meta device, loaded in shards, trained by units."""
 
 import ctypes
+import json
 import os
 import resource
 from pathlib import Path
@@ -267,6 +268,40 @@ def test_a_damaged_index_names_its_path(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=r"index.json is no index of files"):
         load_safetensors(tmp_path, like={"weight": torch.ones(1)})
+
+
+def write_index(folder: Path, **file_of: str) -> None:
+    index = {"weight_map": file_of}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_an_index_says_where_a_name_is(tmp_path: Path) -> None:
+    """Another file, which it lists for another name, has an older tensor of this name."""
+    export_safetensors(tmp_path / "1.safetensors", {"a": torch.ones(2)})
+    others = {"a": torch.zeros(2), "b": torch.ones(2)}
+    export_safetensors(tmp_path / "2.safetensors", others)
+    like = {"a": torch.ones(2)}
+
+    write_index(tmp_path, a="1.safetensors", b="2.safetensors")
+    assert_same(load_safetensors(tmp_path, like=like), like)
+    write_index(tmp_path, b="2.safetensors")
+    with pytest.raises(ValueError, match="lacks 1 of 1 tensors: a"):
+        load_safetensors(tmp_path, like=like)
+    write_index(tmp_path, b="1.safetensors")
+    with pytest.raises(ValueError, match=r"b is in 1\.safetensors, which lacks it"):
+        load_safetensors(tmp_path, like={"b": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ([torch.ones(1)], "like must be a dict of params by name, got list"),
+        ({"a": {"b": torch.ones(1)}}, r"like\['a'\] is dict, no tensor"),
+    ],
+)
+def test_names_lead_to_tensors(tmp_path: Path, like: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        load_safetensors(tmp_path, like=like)
 
 
 def test_shards_along_any_dimension(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def load_safetensors(
     {'weight': tensor([[1., 0.],
             [0., 1.]])}
     """
+    _check_like(like)
     saved = _find_tensors(Path(path))
     _check_names(path, saved, like)
     loaded: dict[str, Any] = {}
@@ -98,34 +99,50 @@ def load_safetensors(
 
 
 def _find_tensors(path: Path) -> dict[str, _SavedTensor]:
-    """Finds each tensor of a file, or of a folder's one file, or of the files that its index lists.
+    """Finds each tensor of a file, or of a folder's one file, or of those that its index names.
 
     Returns where each is, by name. Raises ``FileNotFoundError`` unless a folder has one index, or
-    one file and no index, and ``ValueError`` if a header or the index is damaged.
+    one file and no index. Raises ``ValueError`` if a header or the index is damaged, or if a file
+    lacks a tensor that the index says is there.
     """
     if path.is_file():
         return _read_header(path)
     files = sorted(path.glob("*.safetensors"))
     indices = sorted(path.glob(f"*{_INDEX}"))
     if len(indices) == 1:
-        files = _read_index(indices[0])
-    elif len(files) != 1 or indices:
+        return _find_by_index(indices[0])
+    if len(files) != 1 or indices:
         names = sorted(file.name for file in [*files, *indices])
         raise FileNotFoundError(
             f"{path} is neither a file of safetensors nor a folder with one, or with several and "
             f"one index of them (*{_INDEX}); it has {names or 'none'}"
         )
+    return _read_header(files[0])
+
+
+def _find_by_index(path: Path) -> dict[str, _SavedTensor]:
+    """Finds each tensor that an index names, in the file that it names for it.
+
+    Such a file may hold other tensors, too, even one that the index has elsewhere. Raises as
+    ``_find_tensors``.
+    """
+    file_of = _read_index(path)
+    headers = {file: _read_header(file) for file in set(file_of.values())}
     saved = {}
-    for file in files:
-        saved.update(_read_header(file))
+    for name, file in file_of.items():
+        if name not in headers[file]:
+            raise ValueError(
+                f"{path} says that {name} is in {file.name}, which lacks it: copy both again"
+            )
+        saved[name] = headers[file][name]
     return saved
 
 
-def _read_index(path: Path) -> list[Path]:
-    """Returns the files that an index lists; raises ``ValueError`` if it is damaged."""
+def _read_index(path: Path) -> dict[str, Path]:
+    """Returns the file of each tensor by an index; raises ``ValueError`` if it is damaged."""
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
-        return sorted({path.parent / file for file in weight_map.values()})
+        return {name: path.parent / file for name, file in weight_map.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is no index of files of safetensors, or was cut short: copy it again"
@@ -171,6 +188,21 @@ def _damage_error(path: Path) -> ValueError:
     return ValueError(
         f"{path} is no file of safetensors, or was cut short: copy it again"
     )
+
+
+def _check_like(like: object) -> None:
+    """Raises ``TypeError`` unless ``like`` maps names to tensors or ``Shard``s."""
+    if not isinstance(like, Mapping):
+        raise TypeError(
+            f"like must be a dict of params by name, got {type(like).__name__}: pass the params "
+            "of ps.from_module, or ps.shard(params, axis)"
+        )
+    for name, leaf in like.items():
+        if not isinstance(leaf, Tensor | Shard):
+            raise TypeError(
+                f"like[{name!r}] is {type(leaf).__name__}, no tensor: the names in files are "
+                "flat, as those of ps.from_module are"
+            )
 
 
 def _check_names(path: File, saved: Mapping[str, Any], like: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from purestep import tree
 from purestep.counts import IGNORE_INDEX
 from purestep.losses.arguments import (
+    check_label_smoothing,
     check_temperature,
     check_tensors,
     describe_labels_mismatch,
@@ -42,10 +43,10 @@ def linear_cross_entropy(
     """Returns ``cross_entropy(hidden @ weight.T, labels)``, from one chunk of logits at a time.
 
     That is one loss for each label, and 0 where it is ignored. Raises ``ValueError`` for shapes and
-    dtypes that do not fit together, and for ``soft_cap`` or ``chunk_size`` out of range. Float or
-    complex labels raise ``TypeError``. The backward pass computes logits again. For 4,096 tokens of
-    128k classes this takes less than a fiftieth of the memory, and no more time
-    (`benchmarks/speed/losses.py`).
+    dtypes that do not fit together, and for ``label_smoothing``, ``soft_cap`` or ``chunk_size`` out
+    of range. Float or complex labels raise ``TypeError``. The backward pass computes logits again.
+    For 4,096 tokens of 128k classes this takes less than a fiftieth of the memory, and no more
+    time (`benchmarks/speed/losses.py`).
 
     * **Gradients** are exact for any weights of the losses. A token without a label gets exactly
       zero gradient, even if its hidden state is NaN. So does a token of weight 0, except under
@@ -83,6 +84,7 @@ def linear_cross_entropy(
         raise ValueError(
             f"soft_cap={soft_cap}: it divides logits, so take a finite one above 0, or None"
         )
+    check_label_smoothing(label_smoothing)
     labels = labels_to_int64(labels)
     concrete_labels = concrete(labels)
     if concrete_labels is not None:

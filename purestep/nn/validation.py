@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from purestep import tree
 from purestep.nn.tensor_parallel import local_part
 from purestep.torch_private import has_backward_hooks
+from purestep.validation import memory_span
 
 _WRAPPERS = {
     "DistributedDataParallel": "pass module.module, and ps.MeshAxis to the step",
@@ -117,26 +118,40 @@ def check_trained(
 def _check_memory(
     params: Mapping[str, Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Raises ``ValueError`` if a param begins at the same address as a later one of ``tensors``.
+    """Raises ``ValueError`` if the memory of a param overlaps that of another one of ``tensors``.
 
-    ``tensors`` are the params and then all others, so each param meets all that it may share with.
-    With ``b.weight.data = a.weight.data``, an optimizer that updates ``a.weight`` updates both. Two
+    ``tensors`` are the params and all others. With ``b.weight.data = a.weight.data``, an optimizer
+    that updates ``a.weight`` updates both. A tensor with gaps counts by its first element. Two
     tensors that do not train may share memory.
     """
-    names: dict[int, str] = {}
+    spans = []
     for name, tensor in tensors.items():
         local = local_part(tensor)
-        address = local.data_ptr() if local.layout is torch.strided else 0
-        if not address:  # Sparse, or without elements.
-            continue
-        if address in names:
-            raise ValueError(
-                f"{names[address]}, which trains, shares memory with {name}, which would not "
-                "follow it: let "
-                f"both be one Parameter (a.weight = b.weight), or compute {name} in forward"
-            )
+        start = local.data_ptr() if local.layout is torch.strided else 0
+        if start:  # Not sparse, and not without elements.
+            is_dense = local.numel() == memory_span(local)
+            num_bytes = local.nbytes if is_dense else local.element_size()
+            spans.append((start, start + num_bytes, name))
+    param_end = last_end = 0
+    param = last = ""
+    for start, end, name in sorted(spans):
+        if start < param_end:
+            raise _shared_memory_error(param, name)
         if name in params:
-            names[address] = name
+            if start < last_end:
+                raise _shared_memory_error(name, last)
+            param = name
+            param_end = end
+        if end > last_end:
+            last = name
+            last_end = end
+
+
+def _shared_memory_error(param: str, other: str) -> ValueError:
+    return ValueError(
+        f"{param}, which trains, shares memory with {other}, which would not follow it: let "
+        f"both be one Parameter (a.weight = b.weight), or compute {other} in forward"
+    )
 
 
 def find_written_buffers(module: Module) -> list[str]:

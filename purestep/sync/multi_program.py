@@ -167,8 +167,12 @@ class MultiProgramSession:
             # A rank with fewer than others repeats its last one, with weights of zero.
             if num_microbatches and self._config["weight_fn"] == "given":
                 number = "one or more"
-            trees[MICROBATCH_COUNT] = {"microbatches": number}
-        return {name: handshake.fingerprint(name, x) for name, x in trees.items()}
+            trees[MICROBATCH_COUNT] = number
+        fingerprints = {}
+        for name, compared in trees.items():
+            what, *_ = name.split(", ")  # The advice is said once.
+            fingerprints[name] = handshake.fingerprint(what, compared)
+        return fingerprints
 
     def params_for_loss(self, params: Params, shard_specs: ShardSpecs) -> Params:
         """Returns the params as the loss sees them: marked by ``pvary``, and perhaps gathered.

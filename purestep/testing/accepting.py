@@ -61,22 +61,20 @@ def read_accepted(path: Path) -> dict[str, str]:
     Returns the status by law and part, such as "T1 unequal tokens". Comments and empty lines are
     skipped. Raises ``ValueError`` for an unknown law, part or status.
     """
-    accepted = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        name, status = _parse_line(line)
-        if name:
-            accepted[name] = status
     names = set()
     for law in LAWS.values():
         for part in law.parts:
             names.add(_name_part(law.name, part))
-    unknown = accepted.keys() - names
-    unknown |= set(accepted.values()) - set(FAILURES)
-    if unknown:
-        raise ValueError(
-            f"{path}: {unknown}; a line is one of {sorted(names)}, "
-            "': wrong' or ': refuses'"
-        )
+    accepted = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        name, status = _parse_line(line)
+        if name in names and status in FAILURES:
+            accepted[name] = status
+        elif name or status:
+            raise ValueError(
+                f"{path}: the line {line!r} is none of {sorted(names)} with ': wrong' or "
+                "': refuses' behind it"
+            )
     return accepted
 
 

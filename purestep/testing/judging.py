@@ -87,8 +87,9 @@ def run_laws(
 ) -> list[Verdict]:
     """Returns a verdict for each law. A law says "refuses" only where no number is wrong.
 
-    Raises ``ValueError`` for an unknown law, and for a dtype that rounds too much to be judged.
-    Raises ``TypeError`` for an object without ``capabilities``, and for a class.
+    Raises ``ValueError`` for an unknown law, for less than one case, and for a dtype that rounds
+    too much to be judged. Raises ``TypeError`` for an object without ``capabilities``, and for a
+    class.
 
     Args:
         trainer: what is judged.
@@ -104,11 +105,26 @@ def run_laws(
     T5 weights: holds in 10 cases, 7 to the bit; microbatches 1, ranks 1, updates 1
     T16 resume: not asked, it cannot be saved here
     """
+    check_cases(cases)
     if seed == "today":
         seed = date.today().toordinal()
     budget = _Budget(cases, shrink, seed, progress)
     judged = [_find_law(name) for name in laws]
     return [_judge_law(trainer, law, budget) for law in judged]
+
+
+def check_cases(cases: int) -> None:
+    """Raises ``ValueError`` for less than one case: every law would hold."""
+    if cases < 1:
+        raise ValueError(
+            f"cases is {cases}, and every law would hold in none: try 1 or more"
+        )
+
+
+def check_can_be_judged(trainer: Trainer, laws: Names) -> None:
+    """Raises as ``run_laws`` does, before the first case, for what is no trainer or no law."""
+    for name in laws:
+        _judge_law(trainer, _find_law(name), _Budget(0, 0, 0))
 
 
 def check(
@@ -155,10 +171,11 @@ def law_tests(
     Assign it to a name that pytest collects: ``test_my_trainer =
     ps.testing.law_tests(make_trainer)``. A law that is not asked is skipped, with the reason.
     ``make`` makes a trainer for each test. The other arguments are those of ``run_laws``; an
-    unknown law raises ``ValueError`` at once.
+    unknown law, or less than one case, raises ``ValueError`` at once.
     """
     import pytest
 
+    check_cases(cases)
     names = list(laws)
     ids = [f"{name}_{_find_law(name).title}" for name in names]
 

@@ -1,9 +1,10 @@
 """Loads what the command line and pytest name: a trainer, laws and a seed."""
 
 import importlib
+import inspect
 from typing import Any
 
-from purestep.testing.judging import Names, Seed, run_laws
+from purestep.testing.judging import Names, Seed, check_can_be_judged
 
 
 def load_trainer(path: str, laws: Names) -> Any:
@@ -11,18 +12,35 @@ def load_trainer(path: str, laws: Names) -> Any:
 
     It calls a class, or an object without ``update``, and returns the result. Raises ``ValueError``
     for a path of another form, for unknown laws, and for a dtype that rounds too much to be judged.
-    Raises ``TypeError`` for an object that is no trainer. What the module or the call raises passes
-    through.
+    Raises ``TypeError`` for an object that is no trainer, and that cannot be called without
+    arguments. What the module or the call raises passes through.
     """
     module, _, name = path.partition(":")
-    if not module or not name:
+    if not module or not name or module.endswith(".py"):
         raise ValueError(f"{path!r} is not of the form MODULE:TRAINER, as mine:trainer")
     trainer: Any = getattr(importlib.import_module(module), name)
     if isinstance(trainer, type) or not hasattr(trainer, "update"):
+        _check_is_maker(trainer, path)
         trainer = trainer()
-    # No case yet: this refuses unknown laws, and objects that are no trainers.
-    run_laws(trainer, laws, cases=0)
+    check_can_be_judged(trainer, laws)
     return trainer
+
+
+def _check_is_maker(make: object, path: str) -> None:
+    """Raises ``TypeError`` unless an object can be called without arguments."""
+    if not callable(make):
+        raise TypeError(
+            f"{path} is {type(make).__name__}, neither a trainer nor a function that makes one"
+        )
+    try:
+        inspect.signature(make).bind()
+    except ValueError:
+        return  # It has no signature: the call will tell.
+    except TypeError as error:
+        raise TypeError(
+            f"{path} cannot make a trainer without arguments, {error}: if it is the loop to be "
+            "judged, name trainer = ps.testing.loop(...) of it"
+        ) from error
 
 
 def parse_laws(text: str) -> list[str]:
@@ -30,6 +48,19 @@ def parse_laws(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
+def parse_cases(text: str) -> int:
+    """Returns the number that a text is; raises ``ValueError`` for another text."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"cases is {text!r}, which is no number") from error
+
+
 def parse_seed(text: str) -> Seed:
     """Returns "today", or the number that the text is; raises ``ValueError`` for another text."""
-    return "today" if text == "today" else int(text)
+    if text == "today":
+        return "today"
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f'seed is {text!r}: it is a number, or "today"') from error

@@ -10,8 +10,8 @@ import pytest
 from purestep.testing.accepting import read_accepted, split_verdict
 from purestep.testing.case import describe_cause
 from purestep.testing.catalogue import LAWS
-from purestep.testing.judging import FAILURES, Seed, run_laws
-from purestep.testing.loading import load_trainer, parse_laws, parse_seed
+from purestep.testing.judging import FAILURES, Seed, check_cases, run_laws
+from purestep.testing.loading import load_trainer, parse_cases, parse_laws, parse_seed
 
 
 class Settings(NamedTuple):
@@ -126,11 +126,13 @@ def _read_settings(config: pytest.Config) -> Settings:
     path = config.getoption("purestep_trainer")
     laws = parse_laws(config.getoption("purestep_trainer_laws") or ",".join(LAWS))
     accept = config.getoption("purestep_trainer_accept")
+    cases = parse_cases(config.getoption("purestep_trainer_cases") or "100")
+    check_cases(cases)
     return Settings(
         path=path,
         trainer=load_trainer(path, laws),
         laws=laws,
-        cases=int(config.getoption("purestep_trainer_cases") or 100),
+        cases=cases,
         seed=parse_seed(config.getoption("purestep_trainer_seed") or "0"),
         accepted=read_accepted(Path(folder) / accept) if accept else {},
     )
