@@ -740,6 +740,23 @@ def test_a_dtype_of_three_bits_is_refused() -> None:
         judged(trainer, "T1")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ranks": 0}, "capabilities.ranks is 0: a trainer runs on 1 or more"),
+        (
+            {"weights": "masks"},
+            r"capabilities.weights is 'masks': it is one of \('mask'",
+        ),
+    ],
+)
+def test_capabilities_that_no_trainer_has(wrong: Any, message: str) -> None:
+    trainer: Any = PlainLoop()
+    trainer.capabilities = Capabilities(**wrong)
+    with pytest.raises(ValueError, match=message):
+        ps.testing.run_laws(trainer, ["T1"])
+
+
 def step_by_sign(
     model: Any, optimizer: Any, microbatches: Batches, problem: Problem
 ) -> None:

@@ -98,6 +98,10 @@ def list_refused_axes() -> list[tuple[Callable[[], Any], str]]:
             'mesh_dim_names=("dp",)',
         ),
         (
+            lambda: make("cpu", "dp"),
+            "MeshAxis takes a DeviceMesh, got str",
+        ),
+        (
             lambda: ps.psum(torch.ones(2), cast(Any, grid())),
             'ps.MeshAxis(mesh, "dp")',
         ),

@@ -268,6 +268,12 @@ def test_group_split_merge_and_plan_refuse(
         call()
 
 
+def test_plan_takes_no_floats() -> None:
+    sizes: dict[str, Any] = {"global_batch_size": 64.0, "local_batch_size": 4}
+    with pytest.raises(TypeError, match=r"global_batch_size=64.0 must be a whole"):
+        ps.plan(**sizes)
+
+
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 50))
 def test_plan_multiplies_up(local: int, size: int, steps: int) -> None:
     total = local * size * steps

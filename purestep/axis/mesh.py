@@ -67,6 +67,11 @@ class MeshAxis(ProcessAxis):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         super().__init__(bucket_bytes)
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise TypeError(
+                f"MeshAxis takes a DeviceMesh, got {type(mesh).__name__}: make one by "
+                'init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))'
+            )
         self.dims = (dims,) if isinstance(dims, str) else tuple(dims)
         names = mesh.mesh_dim_names or ()
         in_mesh_order = tuple(name for name in names if name in self.dims)

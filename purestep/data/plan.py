@@ -1,6 +1,7 @@
 """Computes how many microbatches make an update."""
 
 import math
+from numbers import Integral
 from typing import NamedTuple
 
 
@@ -33,7 +34,8 @@ def plan(
 
     The ``BatchPlan`` has all four numbers; its sizes are in tokens if those are passed. Raises
     ``ValueError`` with the nearest sizes that work, if no whole number solves this. A size below 1,
-    and sizes that are not one of the two pairs, raise ``ValueError`` too.
+    and sizes that are not one of the two pairs, raise ``ValueError`` too. A float raises
+    ``TypeError``.
 
     Args:
         global_batch_size: examples in one update, over all ranks.
@@ -63,6 +65,8 @@ def plan(
             f"it was given {sorted(sizes) or 'neither'}"
         )
     for name, size in {**sizes, "axis_size": axis_size}.items():
+        if not isinstance(size, Integral):
+            raise TypeError(f"plan: {name}={size!r} must be a whole number")
         if size < 1:
             raise ValueError(f"plan: {name}={size} must be at least 1")
     global_name, local_name = names

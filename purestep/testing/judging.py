@@ -4,7 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -16,7 +16,7 @@ from purestep.testing.case import (
 )
 from purestep.testing.catalogue import LAW_NAMES, LAWS, TrainerLaw
 from purestep.testing.draws import counterexample
-from purestep.testing.trainer import Trainer
+from purestep.testing.trainer import Trainer, Weights
 
 Status: TypeAlias = Literal["holds", "wrong", "refuses", "not asked"]
 Names: TypeAlias = Iterable[str]
@@ -289,10 +289,18 @@ def _check_trainer(trainer: Any) -> None:
             f"{trainer!r} is no trainer: make one by ps.testing.loop(update) of a loop, by "
             "ps.testing.PureTrainer(make, capabilities) of a pure step, or by calling the class"
         )
-    dtype = trainer.capabilities.dtype
-    if dtype not in DTYPES:
+    can = trainer.capabilities
+    if can.dtype not in DTYPES:
         raise ValueError(
-            f"{dtype} rounds so much that errors could hide in it: judge in {DTYPES}"
+            f"{can.dtype} rounds so much that errors could hide in it: judge in {DTYPES}"
+        )
+    if can.ranks < 1:
+        raise ValueError(
+            f"capabilities.ranks is {can.ranks}: a trainer runs on 1 or more"
+        )
+    if can.weights not in get_args(Weights):
+        raise ValueError(
+            f"capabilities.weights is {can.weights!r}: it is one of {get_args(Weights)}"
         )
 
 

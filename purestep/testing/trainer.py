@@ -12,6 +12,9 @@ Group: TypeAlias = Sequence[Sequence[Batch]]
 """All data of one update: for each rank its microbatches."""
 
 
+Weights: TypeAlias = Literal["mask", "whole", "any"]
+
+
 class Capabilities(NamedTuple):
     """Declares what a trainer can do. The kit skips each law (a claim it tests) that asks for more.
 
@@ -32,7 +35,7 @@ class Capabilities(NamedTuple):
 
     ranks: int = 1
     uneven_ranks: bool = True
-    weights: Literal["mask", "whole", "any"] = "any"
+    weights: Weights = "any"
     dtype: torch.dtype = torch.float64
     task: Task = REGRESSION
     momentum: bool = True
