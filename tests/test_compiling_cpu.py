@@ -25,6 +25,7 @@ from purestep.compiling.cpu import (
     sum_small_products,
     use_onednn,
 )
+from purestep.torch_private import fusion_size
 from support import torch_private
 from tests.sharded_checkpoints import group_of_one
 
@@ -459,6 +460,41 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
     their_grads = torch.autograd.grad(expected.sum(), (x, w))
     for ours, theirs in zip(our_grads, their_grads, strict=True):
         assert torch.equal(ours, theirs)
+
+
+# Writes at indices
+
+
+def compile_microbatch(**settings: Any) -> Any:
+    return ps.make_update_step(**settings, compile=True)
+
+
+def compile_step(**settings: Any) -> Any:
+    return ps.compile(ps.make_update_step(**settings), fullgraph=True)
+
+
+@pytest.mark.parametrize("make", [compile_microbatch, compile_step])
+def test_gradients_at_indices_are_read_after_they_are_written(make: Any) -> None:
+    """The loop that reads them would be fused with the one that fills their memory with zeros."""
+
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        y = x @ w
+        looked_up = y.square()[:, torch.arange(3)]
+        return looked_up.cumsum(1).sum(1) + y.sort(1)[0][:, 1]
+
+    sgd = ps.optim.sgd(1.0)
+    settings: Any = {
+        "loss_fn": loss_fn,
+        "optimizer": sgd,
+        "weight_fn": lambda x: torch.ones(len(x)),
+    }
+    w = torch.linspace(-1, 1, 9).view(3, 3)
+    group = [torch.linspace(-2, 3, 12).view(4, 3).sin()]
+    before = fusion_size()
+    actual, *_ = make(**settings)(w, sgd.init(w), group)
+    expected, *_ = ps.make_update_step(**settings)(w, sgd.init(w), group)
+    torch.testing.assert_close(actual, expected)
+    assert fusion_size() == before
 
 
 def test_what_cpp_wrapper_cannot_wrap_is_compiled_without_it() -> None:

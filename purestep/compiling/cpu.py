@@ -1,6 +1,6 @@
 """Rewrites graphs for CPUs before the compiler makes kernels of them.
 
-Values stay the same, up to rounding. The compiler calls four rewrites by its public option
+Values stay the same, up to rounding. The compiler calls five rewrites by its public option
 ``post_grad_custom_post_pass``:
 
 * ``c + a @ b`` becomes a product and a sum, which joins the next kernel.
@@ -8,6 +8,8 @@ Values stay the same, up to rounding. The compiler calls four rewrites by its pu
   uses vectors of half the width on processors of other makers.
 * On those processors, small products become loops that the compiler generates: a call of MKL takes
   microseconds to begin.
+* Where a graph writes at indices, loops that do not depend on each other stay apart: a reader may
+  come before the write otherwise.
 * Values that are costly, few and used by many are computed once. Adam's powers bᵗ are two numbers
   for a network, and the compiler computes them in each loop over elements.
 
@@ -23,7 +25,14 @@ import torch
 from torch import Tensor, distributed, library
 from torch.fx import Graph, Node
 
-from purestep.torch_private import SCAN_NAME, graph_pass, onednn_linear
+from purestep.torch_private import (
+    FUSION_OPTION,
+    SCAN_NAME,
+    fuse_dependent_loops_alone,
+    fusion_size,
+    graph_pass,
+    onednn_linear,
+)
 
 _aten = torch.ops.aten
 
@@ -58,13 +67,30 @@ COSTLY = frozenset(
 """Operations that take as long as many sums and products."""
 
 
+WRITES_AT_INDICES = (
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._unsafe_index_put.default,
+    _aten.scatter.src,
+    _aten.scatter.value,
+    _aten.scatter.reduce,
+    _aten.scatter_add.default,
+    _aten.scatter_reduce.two,
+)
+"""Operations that inductor makes of a copy and a loop that writes to it."""
+
+
 def inductor_options() -> dict[str, Any]:
     """Returns options of ``torch.compile``, among them the rewrites of graphs for CPUs.
 
     ``cpp_wrapper`` is True unless there is an accelerator or a process group.
 
-    >>> sorted(inductor_options())
-    ['cpp_wrapper', 'post_grad_custom_post_pass', 'unsafe_marked_cacheable_functions']
+    >>> for name in sorted(inductor_options()):
+    ...     print(name)
+    cpp.max_horizontal_fusion_size
+    cpp_wrapper
+    post_grad_custom_post_pass
+    unsafe_marked_cacheable_functions
     """
     has_ranks = distributed.is_available() and distributed.is_initialized()
     has_accelerator = torch.accelerator.is_available()
@@ -72,6 +98,8 @@ def inductor_options() -> dict[str, Any]:
     return {
         "cpp_wrapper": not (has_accelerator or has_ranks),
         "post_grad_custom_post_pass": rewrites,
+        # A rewrite sets it; named here, it is restored.
+        FUSION_OPTION: fusion_size(),
         # torch's cache on disk refuses a graph with ``scan`` unless it is named here. The loop's
         # body is part of the cache's key: another loss is another graph.
         "unsafe_marked_cacheable_functions": {SCAN_NAME: torch.__version__},
@@ -82,13 +110,26 @@ def rewrite_graph(graph: Graph) -> None:
     """Rewrites a graph in place, for CPUs; what it computes on other devices stays.
 
     It splits ``addmm``, multiplies in loops or by oneDNN on processors where that is faster, and
-    stores costly values.
+    stores costly values. It keeps reads behind writes at indices.
     """
+    read_after_writes(graph)
     split_addmm(graph)
     if onednn_is_faster(_cpu_name()):
         sum_small_products(graph)
         use_onednn(graph)
     hoist_scalars(graph)
+
+
+def read_after_writes(graph: Graph) -> None:
+    """Turns off the fusion of independent loops for a graph that writes at indices.
+
+    Otherwise inductor may fuse a loop that reads the result with the one that filled its memory
+    before, as in the gradient of a lookup, ``zeros.index_put(indices, grads)``. The reader then
+    finds zeros (torch 2.11 and 2.13).
+    """
+    for target in WRITES_AT_INDICES:
+        if graph.find_nodes(op="call_function", target=target):
+            fuse_dependent_loops_alone()
 
 
 def _cpu_name() -> str:
