@@ -385,9 +385,9 @@ FUSION_OPTION = "cpp.max_horizontal_fusion_size"
 
 def fusion_size() -> int:
     """Returns the value of ``FUSION_OPTION``."""
-    from torch._inductor import config
+    import torch._inductor.config  # It takes a second.
 
-    size: int = config.cpp.max_horizontal_fusion_size
+    size: int = torch._inductor.config.cpp.max_horizontal_fusion_size
     return size
 
 
@@ -396,9 +396,7 @@ def fuse_dependent_loops_alone() -> None:
 
     Inductor then restores the value, if the options of the compilation name it.
     """
-    from torch._inductor import config
-
-    config.cpp.max_horizontal_fusion_size = 1
+    torch._inductor.config.cpp.max_horizontal_fusion_size = 1
 
 
 def original_function(function: Any) -> Any | None:

@@ -110,8 +110,17 @@ def test_a_derivative_by_data_through_a_whole_compiled_step(
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.hessian])
-def test_derivatives_around_a_compiled_step_are_those_of_the_eager_one(
+def vmap_twice(function: Any) -> Any:
+    """Makes an ensemble of two: ``vmap(function)`` of values and their doubles."""
+
+    def run(a: Tensor) -> Any:
+        return torch.vmap(function)(torch.stack([a, 2 * a]))
+
+    return run
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.hessian, vmap_twice])
+def test_a_transform_around_a_compiled_step_is_that_of_the_eager_one(
     transform: Any,
 ) -> None:
     def norm_after(step: Any, a: Tensor) -> Tensor:
@@ -120,7 +129,7 @@ def test_derivatives_around_a_compiled_step_are_those_of_the_eager_one(
         return params["a"].square().sum()
 
     eager = make_step(squares)
-    compiled = compile_step(eager)
+    compiled = compile_step(eager, fullgraph=True)
     expected = transform(partial(norm_after, eager))(PARAMS["a"])
     assert_same(transform(partial(norm_after, compiled))(PARAMS["a"]), expected)
 

@@ -123,9 +123,9 @@ def rewrite_graph(graph: Graph) -> None:
 def read_after_writes(graph: Graph) -> None:
     """Turns off the fusion of independent loops for a graph that writes at indices.
 
-    Otherwise inductor may fuse a loop that reads the result with the one that filled its memory
-    before, as in the gradient of a lookup, ``zeros.index_put(indices, grads)``. The reader then
-    finds zeros (torch 2.11 and 2.13).
+    Otherwise inductor may fuse a loop that reads the result with the one that filled its memory.
+    In the gradient of a lookup, ``zeros.index_put(indices, grads)``, the reader then finds zeros
+    (torch 2.11 and 2.13).
     """
     for target in WRITES_AT_INDICES:
         if graph.find_nodes(op="call_function", target=target):

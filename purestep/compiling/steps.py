@@ -14,7 +14,6 @@ from purestep.counts import PreweightedMicrobatches
 from purestep.torch_private import (
     forward_level,
     has_transforms,
-    transforms_differentiate,
 )
 
 _ATTRIBUTE = "_graph_step"
@@ -70,7 +69,7 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
       Python are left out. Guards on what the loss reads stay, its globals included.
     * Without an accelerator and process groups, ``cpp_wrapper`` also compiles what calls the
       kernels. Where it fails, a full graph is compiled without it. Embeddings with sparse gradients
-      need ``options={"cpp_wrapper": False}``.
+      need ``options={"cpp_wrapper": False}``, and no graph of a whole step has them.
     * Graphs for CPUs are rewritten (``purestep.compiling.cpu``).
 
     Your ``options=`` override these. ``mode=`` replaces them, since torch takes only one of the
@@ -93,10 +92,8 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
             return compiled(*args, **kwargs)
         if forward_level() >= 0:  # Graphs lose the tangents of dual numbers.
             return function(*args, **kwargs)
-        if has_transforms():
-            # torch fails at a graph in torch.func.grad, but not in vmap.
-            run_there = function if transforms_differentiate() else compiled
-            return run_there(*args, **kwargs)
+        if has_transforms():  # torch makes no full graph in them.
+            return function(*args, **kwargs)
         if len(args) == 3:
             args = (*args[:2], _as_list(args[2]))
         check(*args)
