@@ -129,7 +129,7 @@ def test_a_transform_around_a_compiled_step_is_that_of_the_eager_one(
         return params["a"].square().sum()
 
     eager = make_step(squares)
-    compiled = compile_step(eager, fullgraph=True)
+    compiled = ps.compile(eager, backend="aot_eager", fullgraph=True)
     expected = transform(partial(norm_after, eager))(PARAMS["a"])
     assert_same(transform(partial(norm_after, compiled))(PARAMS["a"]), expected)
 
