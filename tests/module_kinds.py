@@ -229,6 +229,27 @@ class Helped(nn.Module):
         return output * factor + nothing.sum()
 
 
+class Decorated(nn.Module):
+    """Has methods that contexts decorate; one calls the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = linear()
+
+    @torch.no_grad()
+    def scale(self, x: Tensor) -> Tensor:
+        output: Tensor = self.a(x)
+        return output.abs().mean() + 1
+
+    @torch.autocast("cpu", enabled=False)  # type: ignore[untyped-decorator]
+    def divide(self, x: Tensor) -> Tensor:
+        output: Tensor = self.a(x) / self.scale(x)
+        return output
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.divide(x)
+
+
 def call(run: Callable[..., Any], x: Tensor) -> Any:
     return run(x)
 
@@ -295,6 +316,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "keeping": Keeping,
     "patched": patched,
     "helped": Helped,
+    "decorated": Decorated,
     "traced": graph_module,
     "checkpointed": lambda: checkpointed(recompute),
     "kept": checkpointed,

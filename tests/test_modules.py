@@ -234,6 +234,7 @@ def test_checkpoints_compute_again_with_the_params_of_their_call() -> None:
         "attention",
         "keeping",
         "helped",
+        "decorated",
         "checkpointed",
     ],
 )
@@ -256,7 +257,7 @@ def test_a_compiled_module_is_one_graph(name: str, fresh_compiler: None) -> None
     assert first_param() is None
 
 
-@pytest.mark.parametrize("name", ["tied", "checkpointed"])
+@pytest.mark.parametrize("name", ["tied", "decorated", "checkpointed"])
 def test_steps_compiled_and_donated(name: str, fresh_compiler: None) -> None:
     """Leaves the module as it is."""
     params, apply = ps.from_module(make_module(name))

@@ -18,6 +18,7 @@ defines an operator, so it happens with the first function that is compiled.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,16 +68,7 @@ COSTLY = frozenset(
 """Operations that take as long as many sums and products."""
 
 
-WRITES_AT_INDICES = (
-    _aten.index_put.default,
-    _aten.index_put_.default,
-    _aten._unsafe_index_put.default,
-    _aten.scatter.src,
-    _aten.scatter.value,
-    _aten.scatter.reduce,
-    _aten.scatter_add.default,
-    _aten.scatter_reduce.two,
-)
+WRITES_AT_INDICES = re.compile(r"aten\.(\w*index_put|scatter)")
 """Operations that inductor makes of a copy and a loop that writes to it."""
 
 
@@ -127,9 +119,8 @@ def read_after_writes(graph: Graph) -> None:
     In the gradient of a lookup, ``zeros.index_put(indices, grads)``, the reader then finds zeros
     (torch 2.11 and 2.13).
     """
-    for target in WRITES_AT_INDICES:
-        if graph.find_nodes(op="call_function", target=target):
-            fuse_dependent_loops_alone()
+    if any(WRITES_AT_INDICES.match(str(node.target)) for node in graph.nodes):
+        fuse_dependent_loops_alone()
 
 
 def _cpu_name() -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from purestep import tree
-from purestep.nn.rebuild import members_of
+from purestep.nn.traced_objects import members_of
 from purestep.torch_private import backward_hooks_of, has_additive_masks
 
 

@@ -25,8 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from purestep import torch_private
 from purestep.nn import hooks
+from purestep.nn.traced_objects import (
+    bind_method,
+    decorated_methods_of,
+    members_of,
+    set_attributes_in_trace,
+)
 from purestep.torch_private import original_function
 
 
@@ -41,6 +46,8 @@ class Recipe(NamedTuple):
     """The containers, which are copied. The first ones are the attributes of the objects."""
     classes: list[type]
     """The classes of the objects."""
+    decorated_methods: list[list[str]]
+    """Of each class, the methods that a compiler cannot call on an object made in its trace."""
     derived: list[tuple[Callable[..., Any], list[int]]]
     """A function of values that come before, and their positions: a bound method, say."""
     entries: list[tuple[int, Any, int]]
@@ -108,28 +115,16 @@ def rebuild(
         hooks.give_dicts(containers[: len(objects)])
     is_traced = torch.compiler.is_dynamo_compiling()
     # The containers of no object come last, and are left out here.
-    for obj, attributes in zip(objects, containers, strict=False):
+    for obj, attributes, names in zip(
+        objects, containers, recipe.decorated_methods, strict=False
+    ):
         if is_eval and isinstance(obj, Module):
             attributes["training"] = False
         if is_traced:
-            _set_attributes_in_trace(obj, attributes)
+            set_attributes_in_trace(obj, attributes, names)
         else:
             obj.__dict__.update(attributes)
     return Copies(values[recipe.root], objects, containers)
-
-
-def _set_attributes_in_trace(obj: Any, attributes: dict[str, Any]) -> None:
-    """Writes attributes to an object that was made in a compiler's trace.
-
-    If a module's attributes lack ``forward``, adds its class's to them, bound to it.
-    """
-    if isinstance(obj, Module) and "forward" not in attributes:
-        # Dynamo loses the closures of methods on objects made in the trace, so bind ``forward``.
-        attributes["forward"] = partial(type(obj).forward, obj)
-        torch_private.call_forward_of_object(attributes)
-    # torch 2.11's compiler knows no ``update`` of ``__dict__``.
-    for name, value in attributes.items():
-        obj.__dict__[name] = value
 
 
 def make_recipe(
@@ -188,9 +183,12 @@ class _RecipeBuilder:
         self._cells: list[CellType] = []
         for position, value in enumerate(values):
             self._positions[id(value)] = position
+        classes = [type(obj) for obj in self._objects]
+        decorated = {cls: decorated_methods_of(cls) for cls in set(classes)}
         self.recipe = Recipe(
             containers=[container.copy() for container in self._containers],
-            classes=[type(obj) for obj in self._objects],
+            classes=classes,
+            decorated_methods=[decorated[cls] for cls in classes],
             derived=[],
             entries=[],
             rekeyed_entries=[],
@@ -255,7 +253,7 @@ class _RecipeBuilder:
             for name, method in members_of(type(obj)).items():
                 if type(method) is not _CACHED:
                     continue
-                bind = partial(_bind, method.__wrapped__)
+                bind = partial(bind_method, method.__wrapped__)
                 position = self._add_derived(bind, [owner])
                 self.recipe.entries.append((number, name, position))
 
@@ -382,26 +380,6 @@ def _find_copied(
     return copied
 
 
-def _bind(function: Any, owner: Any) -> Any:
-    """Returns a function bound to ``owner``, as a method; in a trace, as a ``partial``."""
-    if torch.compiler.is_dynamo_compiling():
-        # torch 2.11's compiler knows no ``__get__`` of functions.
-        return partial(function, owner)
-    return function.__get__(owner)
-
-
-def members_of(cls: type) -> dict[str, Any]:
-    """Returns what a class has, inherited or not, by name: without calling its descriptors.
-
-    >>> type(members_of(Module)["children"])
-    <class 'function'>
-    """
-    members: dict[str, Any] = {}
-    for base in reversed(cls.__mro__):
-        members.update(vars(base))
-    return members
-
-
 class _Rule(NamedTuple):
     """Says how objects of a type are copied: ``split`` gives the parts, which ``join`` takes."""
 
@@ -415,7 +393,7 @@ _CACHED = type(cache(len))
 _RULES: dict[type, _Rule] = {
     MethodType: _Rule(
         split=lambda method: (method.__func__, method.__self__),
-        join=_bind,
+        join=bind_method,
     ),
     partial: _Rule(
         split=lambda function: (
@@ -584,7 +562,7 @@ def _strongly(cell: CellType) -> CellType:
     except ValueError:
         return cell
     if isinstance(content, _WeakMethod):
-        return CellType(_bind(content.function, content.owner()))
+        return CellType(bind_method(content.function, content.owner()))
     if isinstance(content, ref):
         module = content()
         if isinstance(module, Module):
