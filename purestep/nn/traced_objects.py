@@ -18,16 +18,16 @@ def set_attributes_in_trace(
 ) -> None:
     """Writes attributes to an object that was made in a compiler's trace.
 
-    Adds those of its class's ``decorated_methods`` that its attributes lack, bound to it. So it
-    does with a module's ``forward``.
+    Adds a module's ``forward`` and the class's ``decorated_methods``, bound to the object, if its
+    attributes lack them.
     """
     # Dynamo loses the closures of methods on objects made in the trace, so bind these.
-    for name in decorated_methods:
-        if name not in attributes:
-            attributes[name] = partial(getattr(type(obj), name), obj)
     if isinstance(obj, Module) and "forward" not in attributes:
         attributes["forward"] = partial(type(obj).forward, obj)
         torch_private.call_forward_of_object(attributes)
+    for name in decorated_methods:
+        if name not in attributes:
+            attributes[name] = partial(getattr(type(obj), name), obj)
     # torch 2.11's compiler knows no ``update`` of ``__dict__``.
     for name, value in attributes.items():
         obj.__dict__[name] = value
