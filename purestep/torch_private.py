@@ -379,26 +379,6 @@ def graph_pass(rewrite: Callable[[Any], None], file: str, extra: str = "") -> An
     return NamedPass()
 
 
-FUSION_OPTION = "cpp.max_horizontal_fusion_size"
-"""Inductor's option for how many loops on the CPU that do not depend on each other it fuses."""
-
-
-def fusion_size() -> int:
-    """Returns the value of ``FUSION_OPTION``."""
-    import torch._inductor.config  # It takes a second.
-
-    size: int = torch._inductor.config.cpp.max_horizontal_fusion_size
-    return size
-
-
-def fuse_dependent_loops_alone() -> None:
-    """Sets ``FUSION_OPTION`` to 1 in a pass over a graph, until that compilation ends.
-
-    Inductor then restores the value, if the options of the compilation name it.
-    """
-    torch._inductor.config.cpp.max_horizontal_fusion_size = 1
-
-
 def original_function(function: Any) -> Any | None:
     """Returns the function that ``torch.compile`` compiled to this one; None if it did not.
 

@@ -8,8 +8,8 @@ Values stay the same, up to rounding. The compiler calls five rewrites by its pu
   uses vectors of half the width on processors of other makers.
 * On those processors, small products become loops that the compiler generates: a call of MKL takes
   microseconds to begin.
-* Where a graph writes at indices, loops that do not depend on each other stay apart: a reader may
-  come before the write otherwise.
+* What a graph writes at indices is copied by an operator: a loop that reads it may come before the
+  write otherwise.
 * Values that are costly, few and used by many are computed once. Adam's powers bᵗ are two numbers
   for a network, and the compiler computes them in each loop over elements.
 
@@ -27,10 +27,7 @@ from torch import Tensor, distributed, library
 from torch.fx import Graph, Node
 
 from purestep.torch_private import (
-    FUSION_OPTION,
     SCAN_NAME,
-    fuse_dependent_loops_alone,
-    fusion_size,
     graph_pass,
     onednn_linear,
 )
@@ -77,12 +74,8 @@ def inductor_options() -> dict[str, Any]:
 
     ``cpp_wrapper`` is True unless there is an accelerator or a process group.
 
-    >>> for name in sorted(inductor_options()):
-    ...     print(name)
-    cpp.max_horizontal_fusion_size
-    cpp_wrapper
-    post_grad_custom_post_pass
-    unsafe_marked_cacheable_functions
+    >>> sorted(inductor_options())
+    ['cpp_wrapper', 'post_grad_custom_post_pass', 'unsafe_marked_cacheable_functions']
     """
     has_ranks = distributed.is_available() and distributed.is_initialized()
     has_accelerator = torch.accelerator.is_available()
@@ -90,8 +83,6 @@ def inductor_options() -> dict[str, Any]:
     return {
         "cpp_wrapper": not (has_accelerator or has_ranks),
         "post_grad_custom_post_pass": rewrites,
-        # A rewrite sets it; named here, it is restored.
-        FUSION_OPTION: fusion_size(),
         # torch's cache on disk refuses a graph with ``scan`` unless it is named here. The loop's
         # body is part of the cache's key: another loss is another graph.
         "unsafe_marked_cacheable_functions": {SCAN_NAME: torch.__version__},
@@ -113,14 +104,19 @@ def rewrite_graph(graph: Graph) -> None:
 
 
 def read_after_writes(graph: Graph) -> None:
-    """Turns off the fusion of independent loops for a graph that writes at indices.
+    """Copies the result of each write at indices on the CPU by an operator that no loop joins.
 
     Otherwise inductor may fuse a loop that reads the result with the one that filled its memory.
     In the gradient of a lookup, ``zeros.index_put(indices, grads)``, the reader then finds zeros
     (torch 2.11 and 2.13).
     """
-    if any(WRITES_AT_INDICES.match(str(node.target)) for node in graph.nodes):
-        fuse_dependent_loops_alone()
+    for node in list(graph.nodes):
+        if WRITES_AT_INDICES.match(str(node.target)) and _is_on_cpu(node):
+            with graph.inserting_after(node):
+                written = _call(graph, torch.ops.purestep.written.default, node)
+            node.replace_all_uses_with(
+                written, lambda user, new=written: user is not new
+            )
 
 
 def _cpu_name() -> str:
@@ -254,6 +250,11 @@ _operators.define(
 )
 _operators.impl("product", onednn_matmul, "CPU")
 _operators.impl("product", _product_shape, "Meta")
+_operators.define(
+    "written(Tensor x) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,)
+)
+_operators.impl("written", torch.clone, "CPU")
+_operators.impl("written", torch.empty_like, "Meta")
 
 
 def use_onednn(graph: Graph) -> None:
