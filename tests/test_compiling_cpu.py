@@ -465,7 +465,7 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
 
 
 def test_gradients_at_indices_are_read_after_they_are_written() -> None:
-    """The loop that reads them would be fused with the one that fills their memory with zeros."""
+    """Inductor fuses the loop that reads a gradient with the loop that fills it with zeros."""
 
     def loss_fn(w: Tensor, x: Tensor) -> Tensor:
         y = x @ w

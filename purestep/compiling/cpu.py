@@ -8,8 +8,8 @@ Values stay the same, up to rounding. The compiler calls five rewrites by its pu
   uses vectors of half the width on processors of other makers.
 * On those processors, small products become loops that the compiler generates: a call of MKL takes
   microseconds to begin.
-* What a graph writes at indices is copied by an operator: a loop that reads it may come before the
-  write otherwise.
+* The result of a write at indices is copied by an operator. Otherwise the compiler may put a loop
+  that reads the result before the write.
 * Values that are costly, few and used by many are computed once. Adam's powers bᵗ are two numbers
   for a network, and the compiler computes them in each loop over elements.
 
@@ -26,11 +26,7 @@ import torch
 from torch import Tensor, distributed, library
 from torch.fx import Graph, Node
 
-from purestep.torch_private import (
-    SCAN_NAME,
-    graph_pass,
-    onednn_linear,
-)
+from purestep.torch_private import SCAN_NAME, graph_pass, onednn_linear
 
 _aten = torch.ops.aten
 
@@ -93,7 +89,7 @@ def rewrite_graph(graph: Graph) -> None:
     """Rewrites a graph in place, for CPUs; what it computes on other devices stays.
 
     It splits ``addmm``, multiplies in loops or by oneDNN on processors where that is faster, and
-    stores costly values. It keeps reads behind writes at indices.
+    stores costly values. Reads stay behind writes at indices.
     """
     read_after_writes(graph)
     split_addmm(graph)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from purestep.testing.loading import writable_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,19 +48,6 @@ def positive_int(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
-
-
-def writable_path(text: str) -> Path:
-    """Parses a path for ``argparse``; raises ``ArgumentTypeError`` if its folder cannot be read.
-
-    A long run should not fail at its end.
-    """
-    path = Path(text)
-    try:
-        os.scandir(path.parent).close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
-    return path
 
 
 def make_panels(*titles: str, **options: Any) -> tuple[Figure, list[Any]]:

@@ -4,7 +4,6 @@ import argparse
 import gc
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from purestep.testing.case import describe_cause
 from purestep.testing.catalogue import LAWS
 from purestep.testing.html_report import render_report
 from purestep.testing.judging import check_cases, run_laws
-from purestep.testing.loading import load_trainer, parse_laws, parse_seed
+from purestep.testing.loading import load_trainer, parse_laws, parse_seed, writable_path
 from purestep.testing.progress import Progress
 
 
@@ -38,7 +37,6 @@ def main() -> int:
     names = parse_laws(options.laws)
     try:
         check_cases(options.cases)
-        _check_can_write(options)
         trainer = load_trainer(options.trainer, names)
         seed = parse_seed(options.seed)
         accepted = read_accepted(options.accept) if options.accept else {}
@@ -93,13 +91,13 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--json",
-        type=Path,
+        type=writable_path,
         metavar="FILE",
         help="to write the verdicts to",
     )
     parser.add_argument(
         "--html",
-        type=Path,
+        type=writable_path,
         metavar="FILE",
         help="to write the verdicts to, as a page",
     )
@@ -112,7 +110,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     accepting.add_argument(
         "--write-accept",
-        type=Path,
+        type=writable_path,
         metavar="FILE",
         help="to write the failures to, for --accept",
     )
@@ -122,16 +120,6 @@ def _make_parser() -> argparse.ArgumentParser:
         help="on standard error; left out: if that is a terminal",
     )
     return parser
-
-
-def _check_can_write(options: argparse.Namespace) -> None:
-    """Raises ``OSError`` if the folder of a file to be written cannot be read.
-
-    A long run should not fail at its end.
-    """
-    for path in (options.json, options.html, options.write_accept):
-        if path:
-            os.scandir(path.parent).close()
 
 
 def _print_row(part_verdict: PartVerdict) -> None:

@@ -1,7 +1,10 @@
-"""Loads what the command line and pytest name: a trainer, laws and a seed."""
+"""Reads what the command line and pytest name: a trainer, laws, numbers, and files to write."""
 
+import argparse
 import importlib
 import inspect
+import os
+from pathlib import Path
 from typing import Any
 
 from purestep.testing.judging import Names, Seed, check_can_be_judged
@@ -64,3 +67,16 @@ def parse_seed(text: str) -> Seed:
         return int(text)
     except ValueError as error:
         raise ValueError(f'seed is {text!r}: it is a number, or "today"') from error
+
+
+def writable_path(text: str) -> Path:
+    """Parses a path for ``argparse``; raises ``ArgumentTypeError`` if its folder cannot be read.
+
+    A long run should not fail at its end.
+    """
+    path = Path(text)
+    try:
+        os.scandir(path.parent).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+    return path
