@@ -362,28 +362,28 @@ def _make_graph_check(
     """Makes the function that checks arguments of a compiled step: a trace has no values.
 
     It calls ``check`` at the first call; with ``donate``, at the first one for each structure of
-    params. Leaves that share memory would be written over twice, so at the others it compares
-    objects. It does nothing unless it gets three arguments.
+    params and state. Leaves that share memory would be written over twice, so with ``donate`` each
+    call compares objects. It does nothing unless it gets three arguments.
     """
     seen_specs: deque[tree.TreeSpec] = deque(maxlen=8)
 
     def check_call(*args: Any) -> None:
         if len(args) != 3 or (seen_specs and not donate):
             return  # The step says what is missing.
-        params, opt_state, _ = args
-        # Params of the only structure so far: to make their spec takes six times as long, a
-        # twelfth of a small step. With several it does, since a mismatch prints all params.
-        is_single = len(seen_specs) == 1
-        if not is_single or tree.tensors_matching(seen_specs[0], params) is None:
+        donated: Any = args[:2]
+        # By the only structure so far: to make a spec takes ten times as long, a tenth of a small
+        # step. With several it is made, since a mismatch prints all leaves.
+        leaves = None
+        if len(seen_specs) == 1:
+            leaves = tree.tensors_matching(seen_specs[0], donated)
+        if leaves is None:
             # Without ``is_leaf``, which is Python: a small step takes twenty times as long.
-            spec = optree.tree_structure(params, namespace=tree.NAMESPACE)
+            leaves, spec = optree.tree_flatten(donated, namespace=tree.NAMESPACE)
             if spec not in seen_specs:
                 check(*args)
                 seen_specs.append(spec)
-                return
-        donated: Any = params, opt_state
-        leaves = optree.tree_leaves(donated, namespace=tree.NAMESPACE)
-        validation.check_distinct(leaves, params, opt_state)
+        if donate:
+            validation.check_distinct(leaves, *donated)
 
     return check_call
 
