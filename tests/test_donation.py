@@ -193,6 +193,15 @@ def test_a_function_around_a_step_donates_nothing(around: Any) -> None:
     assert torch.equal(a, torch.ones(2))
 
 
+def test_a_compiled_step_without_donation_takes_one_tensor_as_two_leaves() -> None:
+    step = ps.make_update_step(product_of_two, SGD, weight_fn=torch.ones_like)
+    shared = dict.fromkeys("ab", torch.ones(2))
+    arguments = shared, SGD.init(shared), [torch.ones(2)]
+    compiled = compile_by_eager(step)
+    for _ in range(2):
+        assert_same(compiled(*arguments), step(*arguments))
+
+
 def test_a_compiled_step_checks_params_of_each_structure() -> None:
     step = ps.make_update_step(
         product_of_two, SGD, weight_fn=torch.ones_like, donate=True
