@@ -1,4 +1,8 @@
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The first Python that can make an environment and has headers for torch's compiler. A distribution's comes first: it is
+# built with profile-guided optimization, and runs the tests in nine tenths of the time of one that pyenv builds.
+HAS_ALL := import ensurepip, os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")
+PYTHON ?= $(shell for python in /usr/bin/python3.11 python3.11 python3; \
+  do $$python -c '$(HAS_ALL)' 2> /dev/null && echo $$python && break; done)
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 # Programs in processes import what others have compiled.

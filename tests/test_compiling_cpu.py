@@ -464,6 +464,20 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
 # Writes at indices
 
 
+def check_compiled_update(loss_fn: Any, params: Tensor, x: Tensor) -> None:
+    """Compares an update by ``compile=True`` with the eager one."""
+    sgd = ps.optim.sgd(1.0)
+    settings: Any = {
+        "loss_fn": loss_fn,
+        "optimizer": sgd,
+        "weight_fn": lambda x: torch.ones(len(x)),
+    }
+    state = params, sgd.init(params)
+    actual, *_ = ps.make_update_step(**settings, compile=True)(*state, [x])
+    expected, *_ = ps.make_update_step(**settings)(*state, [x])
+    torch.testing.assert_close(actual, expected)
+
+
 def test_gradients_at_indices_are_read_after_they_are_written() -> None:
     """Inductor fuses the loop that reads a gradient with the loop that fills it with zeros."""
 
@@ -473,18 +487,19 @@ def test_gradients_at_indices_are_read_after_they_are_written() -> None:
         losses = looked_up.cumsum(1).sum(1) + y.sort(1)[0][:, 1]
         return losses + y.cummax(1)[0].sum(1)
 
-    sgd = ps.optim.sgd(1.0)
-    settings: Any = {
-        "loss_fn": loss_fn,
-        "optimizer": sgd,
-        "weight_fn": lambda x: torch.ones(len(x)),
-    }
     w = torch.linspace(-1, 1, 9).view(3, 3)
-    group = [torch.linspace(-2, 3, 12).view(4, 3).sin()]
-    compiled = ps.make_update_step(**settings, compile=True)
-    actual, *_ = compiled(w, sgd.init(w), group)
-    expected, *_ = ps.make_update_step(**settings)(w, sgd.init(w), group)
-    torch.testing.assert_close(actual, expected)
+    x = torch.linspace(-2, 3, 12).view(4, 3).sin()
+    check_compiled_update(loss_fn, w, x)
+
+
+def test_what_is_compared_is_rounded_once() -> None:
+    """Inductor rounds sines by vectors in one loop, and one by one in another."""
+
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        return (w.sin() * x[:, :1]).amax(1)
+
+    x = torch.linspace(-2, 3, 15).view(5, 3).sin()
+    check_compiled_update(loss_fn, torch.arange(6.0), x)
 
 
 def test_what_cpp_wrapper_cannot_wrap_is_compiled_without_it() -> None:

@@ -1,6 +1,6 @@
 """Rewrites graphs for CPUs before the compiler makes kernels of them.
 
-Values stay the same, up to rounding. The compiler calls five rewrites by its public option
+Values stay the same, up to rounding. The compiler calls these rewrites by its public option
 ``post_grad_custom_post_pass``:
 
 * ``c + a @ b`` becomes a product and a sum, which joins the next kernel.
@@ -8,16 +8,24 @@ Values stay the same, up to rounding. The compiler calls five rewrites by its pu
   uses vectors of half the width on processors of other makers.
 * On those processors, small products become loops that the compiler generates: a call of MKL takes
   microseconds to begin.
-* The result of a write at indices is copied by an operator. Otherwise the compiler may put a loop
-  that reads the result before the write.
 * Values that are costly, few and used by many are computed once. Adam's powers bᵗ are two numbers
   for a network, and the compiler computes them in each loop over elements.
+
+Three more keep errors of the compiler away, which are silent:
+
+* The result of a write at indices is copied by an operator. Otherwise the compiler may put a loop
+  that reads the result before the write.
+* Values that are compared are stored. Otherwise the compiler computes them once more to compare
+  them, and rounds differently.
+* What a loop carries unchanged is copied, on all devices. Otherwise the compiler takes its memory
+  for other values. In the body of a loop, it also has to know anew which views share memory.
 
 Each rewrite stays in this file: the key of the compiler's cache hashes this file alone. The import
 defines an operator, so it happens with the first function that is compiled.
 """
 
 import math
+import operator
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -64,6 +72,18 @@ COSTLY = frozenset(
 WRITES_AT_INDICES = re.compile(r"aten\.(\w*index_put|scatter)")
 """Operations that inductor makes of a copy and a loop that writes to it."""
 
+COMPARISONS = frozenset(
+    [
+        _aten.eq.Tensor,
+        _aten.ne.Tensor,
+        _aten.lt.Tensor,
+        _aten.le.Tensor,
+        _aten.gt.Tensor,
+        _aten.ge.Tensor,
+    ]
+)
+"""Operations whose result the last bit of a value decides."""
+
 
 def inductor_options() -> dict[str, Any]:
     """Returns options of ``torch.compile``, among them the rewrites of graphs for CPUs.
@@ -86,17 +106,67 @@ def inductor_options() -> dict[str, Any]:
 
 
 def rewrite_graph(graph: Graph) -> None:
-    """Rewrites a graph in place, for CPUs; what it computes on other devices stays.
+    """Rewrites a graph in place, for CPUs; on other devices, only what loops carry changes.
 
     It splits ``addmm``, multiplies in loops or by oneDNN on processors where that is faster, and
-    stores costly values. Reads stay behind writes at indices.
+    stores costly values and compared ones. Reads stay behind writes at indices.
     """
+    renew_views(graph)
+    renew_carries(graph)
     read_after_writes(graph)
     split_addmm(graph)
     if onednn_is_faster(_cpu_name()):
         sum_small_products(graph)
         use_onednn(graph)
     hoist_scalars(graph)
+    store_compared(graph)
+
+
+def renew_views(graph: Graph) -> None:
+    """Computes the fake tensors of views anew, so that they share the memory of what they view.
+
+    By these, inductor decides whether it may write to memory that a view reads later. In the body
+    of a loop they are stale where a copy before the view was dropped: the gradient of
+    ``y[:, :3] = y[:, 3:]`` was then read after zeros were written over it (torch 2.13).
+    """
+    for node in graph.nodes:
+        if getattr(node.target, "is_view", False) or node.target is operator.getitem:
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _value)
+            node.meta["val"] = node.target(*args, **kwargs)
+
+
+def renew_carries(graph: Graph) -> None:
+    """Copies what the body of a loop returns as it came, in place.
+
+    The sum of gradients of a parameter that no loss reads is such a carry: the compiler drops the
+    sum with zero. The result of the loop is then the memory that the loop began with, which the
+    compiler takes for free and writes other values to (torch 2.11 to 2.15; the like with a loop
+    that does not run: https://github.com/pytorch/pytorch/issues/146213).
+    """
+    bodies = {
+        torch.ops.higher_order.scan: 0,
+        torch.ops.higher_order.while_loop: 1,
+    }
+    for loop, position in bodies.items():
+        for node in graph.find_nodes(op="call_function", target=loop):
+            body = getattr(graph.owning_module, node.args[position].target)
+            _copy_returned_inputs(body.graph)
+
+
+def _copy_returned_inputs(graph: Graph) -> None:
+    """Makes a graph return a copy of each tensor that is one of its inputs, or a view of one."""
+    output = graph.output_node()
+    results = []
+    for result in output.args[0]:
+        source = result
+        while isinstance(source, Node) and getattr(source.target, "is_view", False):
+            source = source.all_input_nodes[0]
+        if isinstance(source, Node) and source.op == "placeholder":
+            if isinstance(source.meta.get("val"), Tensor):
+                with graph.inserting_before(output):
+                    result = _call(graph, _aten.clone.default, result)
+        results.append(result)
+    output.args = (results,)
 
 
 def read_after_writes(graph: Graph) -> None:
@@ -108,11 +178,48 @@ def read_after_writes(graph: Graph) -> None:
     """
     for node in list(graph.nodes):
         if WRITES_AT_INDICES.match(str(node.target)) and _is_on_cpu(node):
-            with graph.inserting_after(node):
-                written = _call(graph, torch.ops.purestep.written.default, node)
-            node.replace_all_uses_with(
-                written, lambda user, new=written: user is not new
-            )
+            _store_by_operator(graph, node)
+
+
+def store_compared(graph: Graph) -> None:
+    """Stores both sides of each comparison of floating-point tensors on the CPU, in place.
+
+    Otherwise inductor may compute a side in two loops, by vectors in one of them, which rounds
+    differently. The gradient of ``sin(x).amax(1)`` is where ``sin(x) == amax``: nowhere, then.
+    """
+    for comparison in list(graph.nodes):
+        if comparison.target not in COMPARISONS:
+            continue
+        # A value is compared with itself to find NaN, which all loops agree on.
+        sides = {_skip_views(side) for side in comparison.all_input_nodes}
+        if len(sides) < 2:
+            continue
+        for side in sides:
+            if _is_computed_float(side):
+                _store_by_operator(graph, side)
+
+
+def _skip_views(node: Node) -> Node:
+    """Returns the node whose memory a view reads; a node that is no view as it is."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_computed_float(node: Node) -> bool:
+    """Returns whether inductor may compute a node in each loop: a floating-point value on the CPU.
+
+    An input and what is stored already are read.
+    """
+    is_read = node.op != "call_function" or node.target in STORED
+    return not is_read and _is_on_cpu(node) and _value(node).is_floating_point()
+
+
+def _store_by_operator(graph: Graph, node: Node) -> None:
+    """Makes all users of a node read a copy by an operator, which inductor puts into no loop."""
+    with graph.inserting_after(node):
+        stored = _call(graph, torch.ops.purestep.stored.default, node)
+    node.replace_all_uses_with(stored, lambda user: user is not stored)
 
 
 def _cpu_name() -> str:
@@ -210,8 +317,7 @@ def _is_inlined(node: Node) -> bool:
 
     A copy is what ``_store`` makes.
     """
-    while _is_view(node):
-        node = node.all_input_nodes[0]
+    node = _skip_views(node)
     return _is_pointwise(node) and node.target is not _aten.clone.default
 
 
@@ -247,10 +353,12 @@ _operators.define(
 _operators.impl("product", onednn_matmul, "CPU")
 _operators.impl("product", _product_shape, "Meta")
 _operators.define(
-    "written(Tensor x) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,)
+    "stored(Tensor x) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,)
 )
-_operators.impl("written", torch.clone, "CPU")
-_operators.impl("written", torch.empty_like, "Meta")
+_operators.impl("stored", torch.clone, "CPU")
+_operators.impl("stored", torch.empty_like, "Meta")
+STORED = frozenset([_aten.clone.default, torch.ops.purestep.stored.default])
+"""Copies, which inductor does not compute again."""
 
 
 def use_onednn(graph: Graph) -> None:
