@@ -13,8 +13,8 @@ Values stay the same, up to rounding. The compiler calls these rewrites by its p
 
 Three more keep errors of the compiler away, which are silent:
 
-* The result of a write at indices is copied by an operator. Otherwise the compiler may put a loop
-  that reads the result before the write.
+* A write to a part, as indices, a diagonal or a slice, writes to a copy, and its result is copied.
+  Otherwise the compiler may put a loop on the wrong side of the write.
 * Values that are compared are stored. Otherwise the compiler computes them once more to compare
   them, and rounds differently.
 * What a loop carries unchanged is copied, on all devices. Otherwise the compiler takes its memory
@@ -69,8 +69,11 @@ COSTLY = frozenset(
 """Operations that take as long as many sums and products."""
 
 
-WRITES_AT_INDICES = re.compile(r"aten\.(\w*index_put|scatter)")
+WRITES_TO_PARTS = re.compile(r"aten\.\w*(index_put|scatter)")
 """Operations that inductor makes of a copy and a loop that writes to it."""
+
+GRADIENTS_OF_VIEWS = frozenset([_aten.slice_scatter.default, _aten.select_scatter.default])
+"""Of those, what inductor computes in one loop if they write to zeros."""
 
 COMPARISONS = frozenset(
     [
@@ -106,14 +109,14 @@ def inductor_options() -> dict[str, Any]:
 
 
 def rewrite_graph(graph: Graph) -> None:
-    """Rewrites a graph in place, for CPUs; on other devices, only what loops carry changes.
+    """Rewrites a graph in place, for CPUs; on other devices, it adds copies that keep errors away.
 
     It splits ``addmm``, multiplies in loops or by oneDNN on processors where that is faster, and
-    stores costly values and compared ones. Reads stay behind writes at indices.
+    stores costly values and compared ones. Reads stay behind writes to parts.
     """
     renew_views(graph)
     renew_carries(graph)
-    read_after_writes(graph)
+    isolate_writes(graph)
     split_addmm(graph)
     if onednn_is_faster(_cpu_name()):
         sum_small_products(graph)
@@ -169,15 +172,27 @@ def _copy_returned_inputs(graph: Graph) -> None:
     output.args = (results,)
 
 
-def read_after_writes(graph: Graph) -> None:
-    """Copies the result of each write at indices on the CPU by an operator that no loop joins.
+def isolate_writes(graph: Graph) -> None:
+    """Makes each write to a part one to a copy, and copies its result on the CPU, in place.
 
-    Otherwise inductor may fuse a loop that reads the result with the one that filled its memory.
-    In the gradient of a lookup, ``zeros.index_put(indices, grads)``, the reader then finds zeros
-    (torch 2.11 and 2.13).
+    Inductor makes of such a write a loop that writes to the memory of the tensor, and loses three
+    gradients in silence (torch 2.11 to 2.15):
+
+    * That of ``y[:, i] = 0; y.sum()`` begins as an expanded tensor, many elements of which are one.
+    * In ``y[h > 0] = 0``, a loop may read h after it was written over. A copy has no other reader.
+    * In the gradient of a lookup, ``zeros.index_put(indices, grads)``, or of a diagonal, a loop may
+      read zeros before the write. The operator that copies the result joins no loop.
     """
     for node in list(graph.nodes):
-        if WRITES_AT_INDICES.match(str(node.target)) and _is_on_cpu(node):
+        if not WRITES_TO_PARTS.match(str(node.target)):
+            continue
+        written = node.args[0]
+        if written.target is not _aten.full.default:
+            with graph.inserting_before(node):
+                node.replace_input_with(written, _insert_clone(graph, written))
+        elif node.target in GRADIENTS_OF_VIEWS:
+            continue
+        if _is_on_cpu(node):
             _store_by_operator(graph, node)
 
 
