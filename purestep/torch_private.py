@@ -352,14 +352,15 @@ def skip_compilation(function: Callable[..., Any]) -> None:
         pass
 
 
-def graph_pass(rewrite: Callable[[Any], None], file: str, extra: str = "") -> Any:
+def graph_pass(
+    rewrite: Callable[[Any], None], files: tuple[str, ...], extra: str = ""
+) -> Any:
     """Makes a pass over inductor's graphs, with a name by which inductor caches what it compiles.
 
     The pass calls ``rewrite(graph)``, which changes the graph in place. With a plain function,
     inductor compiles anew in each process: "Unsupported post grad custom pass". The name changes
-    with the contents of ``file``, the path of the code of the pass. It also changes with ``extra``,
-    which is all else that the pass depends on. A torch without ``CustomGraphPass`` gets ``rewrite``
-    itself.
+    with the contents of ``files``, the paths of the code of the pass, and with ``extra``, which is
+    all else that the pass depends on. A torch without ``CustomGraphPass`` gets ``rewrite`` itself.
     """
     try:
         from torch._inductor.custom_graph_pass import (
@@ -374,7 +375,7 @@ def graph_pass(rewrite: Callable[[Any], None], file: str, extra: str = "") -> An
             rewrite(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((file,), extra)
+            return get_hash_for_files(files, extra)
 
     return NamedPass()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
 import purestep as ps
 from purestep.compiling.cpu import (
@@ -461,45 +462,69 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
         assert torch.equal(ours, theirs)
 
 
-# Writes at indices
+# Where inductor loses gradients
 
 
-def check_compiled_update(loss_fn: Any, params: Tensor, x: Tensor) -> None:
-    """Compares an update by ``compile=True`` with the eager one."""
+def loss_of_lookup(w: Tensor, x: Tensor) -> Tensor:
+    """Its gradient at indices was read before it was written."""
+    y = x[:, :3] @ w[:3, :3]
+    looked_up = y.square()[:, torch.arange(3)]
+    return looked_up.cumsum(1).sum(1) + y.sort(1)[0][:, 1] + y.cummax(1)[0].sum(1)
+
+
+def loss_of_columns(w: Tensor, x: Tensor) -> Tensor:
+    """The gradient of the sum is one number, which was written over."""
+    y = (x @ w).clone()
+    y[:, torch.tensor([1, 4])] = (x @ w)[:, 2:4].sin()
+    return y.sum(1)
+
+
+def loss_of_mask(w: Tensor, x: Tensor) -> Tensor:
+    """Reads y, also after a copy of it was written to; it read what had been written."""
+    y = x @ w
+    masked = y.clone()
+    masked[y > 0] = 0.25
+    nearest = functional.interpolate(y[:, None], size=4)[:, 0, torch.arange(6) % 4]
+    return masked.sum(1) + nearest.square().sum(1)
+
+
+def loss_of_diagonal(w: Tensor, x: Tensor) -> Tensor:
+    """Writes to a diagonal: in the gradient, zeros were read before the write."""
+    y = functional.interpolate((x @ w)[:, None], size=9, mode="linear")[:, 0, :6]
+    products = torch.einsum("bi, bj -> bij", y, y.sin()).diagonal(dim1=1, dim2=2)
+    products = products.diagonal_scatter(products.diagonal().sin())
+    return products.sum(1) + y.amax(1)
+
+
+def loss_of_greatest(w: Tensor, x: Tensor) -> Tensor:
+    """Compares sines, which were rounded by vectors in one loop and one by one in another."""
+    return (w[0].sin() * x[:, :1]).amax(1)
+
+
+LOST = [
+    loss_of_lookup,
+    loss_of_columns,
+    loss_of_mask,
+    loss_of_diagonal,
+    loss_of_greatest,
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch._prims_common.check:FutureWarning")
+@pytest.mark.parametrize("loss_fn", LOST)
+def test_compiled_gradients_are_those_of_an_eager_step(loss_fn: Any) -> None:
     sgd = ps.optim.sgd(1.0)
     settings: Any = {
         "loss_fn": loss_fn,
         "optimizer": sgd,
         "weight_fn": lambda x: torch.ones(len(x)),
     }
-    state = params, sgd.init(params)
-    actual, *_ = ps.make_update_step(**settings, compile=True)(*state, [x])
-    expected, *_ = ps.make_update_step(**settings)(*state, [x])
+    w = torch.linspace(-2, 3, 24).view(4, 6).cos()
+    state = w, sgd.init(w)
+    group = [torch.linspace(-2, 3, 20).view(5, 4).sin()]
+    actual, *_ = ps.make_update_step(**settings, compile=True)(*state, group)
+    expected, *_ = ps.make_update_step(**settings)(*state, group)
     torch.testing.assert_close(actual, expected)
-
-
-def test_gradients_at_indices_are_read_after_they_are_written() -> None:
-    """Inductor fuses the loop that reads a gradient with the loop that fills it with zeros."""
-
-    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
-        y = x @ w
-        looked_up = y.square()[:, torch.arange(3)]
-        losses = looked_up.cumsum(1).sum(1) + y.sort(1)[0][:, 1]
-        return losses + y.cummax(1)[0].sum(1)
-
-    w = torch.linspace(-1, 1, 9).view(3, 3)
-    x = torch.linspace(-2, 3, 12).view(4, 3).sin()
-    check_compiled_update(loss_fn, w, x)
-
-
-def test_what_is_compared_is_rounded_once() -> None:
-    """Inductor rounds sines by vectors in one loop, and one by one in another."""
-
-    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
-        return (w.sin() * x[:, :1]).amax(1)
-
-    x = torch.linspace(-2, 3, 15).view(5, 3).sin()
-    check_compiled_update(loss_fn, torch.arange(6.0), x)
 
 
 def test_what_cpp_wrapper_cannot_wrap_is_compiled_without_it() -> None:

@@ -1,0 +1,56 @@
+"""Reads and inserts nodes of a graph between the compiler's operators and its kernels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+
+def is_pointwise(node: Node) -> bool:
+    """Returns whether a node is computed element by element, on the CPU."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags and is_on_cpu(node)
+
+
+def is_view(node: Node) -> bool:
+    """Returns whether a node is a view, or several, of the tensor that it reads."""
+    returns_views: bool = getattr(node.target, "is_view", False)
+    return returns_views
+
+
+def is_on_cpu(node: Node) -> bool:
+    """Returns whether a node's value is one tensor, on the CPU."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def skip_views(node: Node) -> Node:
+    """Returns the node whose memory a view reads; a node that is no view as it is."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def value_of(node: Any) -> Tensor:
+    """Returns the fake tensor that the compiler keeps for a node."""
+    value: Tensor = node.meta["val"]
+    return value
+
+
+def insert_clone(graph: Graph, node: Node) -> Node:
+    """Inserts a contiguous copy of a node where the graph inserts, and returns the new node."""
+    return insert_call(
+        graph, torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format
+    )
+
+
+def insert_call(graph: Graph, function: Any, *args: Any, **kwargs: Any) -> Node:
+    """Inserts a call of a function where the graph inserts, and returns its node.
+
+    Nodes among ``args`` are its inputs. The new node keeps the fake tensor that the call returns.
+    """
+    node = graph.call_function(function, args, kwargs)
+    values = torch.fx.node.map_arg(args, value_of)
+    node.meta["val"] = function(*values, **kwargs)
+    return node
