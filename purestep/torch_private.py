@@ -359,8 +359,8 @@ def graph_pass(
 
     The pass calls ``rewrite(graph)``, which changes the graph in place. With a plain function,
     inductor compiles anew in each process: "Unsupported post grad custom pass". The name changes
-    with the contents of ``files``, the paths of the code of the pass, and with ``extra``, which is
-    all else that the pass depends on. A torch without ``CustomGraphPass`` gets ``rewrite`` itself.
+    with the contents of ``files``, the paths of the code of the pass. It changes with ``extra``,
+    too: all else that the pass depends on. A torch without ``CustomGraphPass`` gets ``rewrite``.
     """
     try:
         from torch._inductor.custom_graph_pass import (

@@ -179,10 +179,10 @@ def test_one_graph_serves_all_numbers_of_microbatches(case: str) -> None:
 
 
 def loss_in_place(params: Any, microbatch: Any) -> Tensor:
-    """Adds the loss of the module to one that writes to a slice."""
+    """Adds the loss of the module to one that writes to a slice and holds a matrix."""
     shifted = (microbatch["x"].sum(1) * params["scale"]).clone()
     shifted[:, :1] = shifted[:, 1:2] * 2
-    losses = (shifted * torch.tensor([3.0, 5.0, 7.0])).sum(1)
+    losses = (shifted * torch.tensor([[3.0, 5.0, 7.0]])).sum(1)
     return losses + module_loss(params["module"], microbatch)
 
 

@@ -99,6 +99,7 @@ def rewrite_graph(graph: Graph) -> None:
     stores costly values.
     """
     workarounds.renew_views(graph)
+    workarounds.lift_constants(graph)
     workarounds.renew_carries(graph)
     workarounds.isolate_writes(graph)
     split_addmm(graph)

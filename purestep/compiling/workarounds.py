@@ -61,18 +61,50 @@ def renew_views(graph: Graph) -> None:
     ``y[:, :3] = y[:, 3:]`` was then read after zeros were written over it (torch 2.13).
     """
     for node in graph.nodes:
-        if is_view(node) or node.target is operator.getitem:
+        if not is_view(node) and node.target is not operator.getitem:
+            continue
+        inputs_are_known = all("val" in source.meta for source in node.all_input_nodes)
+        # A size that only the data know gets its name once.
+        if inputs_are_known and "unbacked_bindings" not in node.meta:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
             node.meta["val"] = node.target(*args, **kwargs)
+
+
+def lift_constants(graph: Graph) -> None:
+    """Passes a loop the tensors that its body holds, such as ``torch.tensor([[1, 2]])``, in place.
+
+    Inductor gives None to kernels that read them in the body (torch 2.13).
+    """
+    scan = torch.ops.higher_order.scan
+    for loop in graph.find_nodes(op="call_function", target=scan):
+        body_node, init, xs, inputs = loop.args
+        body = getattr(graph.owning_module, body_node.target)
+        for inside in body.graph.find_nodes(op="get_attr"):
+            constant = getattr(body, inside.target)
+            if not isinstance(constant, Tensor) or "val" not in inside.meta:
+                continue
+            name = f"{body_node.target}_{inside.target}"
+            setattr(graph.owning_module, name, constant)
+            with graph.inserting_before(loop):
+                outside = graph.get_attr(name)
+            *_, last = body.graph.find_nodes(op="placeholder")
+            with body.graph.inserting_after(last):
+                passed = body.graph.placeholder(name)
+            outside.meta["val"] = passed.meta["val"] = value_of(inside)
+            inside.replace_all_uses_with(passed)
+            body.graph.erase_node(inside)
+            inputs = (*inputs, outside)
+        loop.args = (body_node, init, xs, inputs)
+        body.recompile()
 
 
 def renew_carries(graph: Graph) -> None:
     """Copies what the body of a loop returns as it came, in place.
 
     The sum of gradients of a parameter that no loss reads is such a carry: the compiler drops the
-    sum with zero. The result of the loop is then the memory that the loop began with, which the
-    compiler takes for free and writes other values to (torch 2.11 to 2.15; the like with a loop
-    that does not run: https://github.com/pytorch/pytorch/issues/146213).
+    sum with zero. The loop then returns the memory that it began with. The compiler takes that for
+    free, and writes other values to it (torch 2.13). It errs in the same way about a loop that does
+    not run: https://github.com/pytorch/pytorch/issues/146213.
     """
     bodies = {
         torch.ops.higher_order.scan: 0,
@@ -90,8 +122,8 @@ def _copy_returned_inputs(graph: Graph) -> None:
     (results,) = output.args
     renewed = []
     for result in results:
-        is_tensor = isinstance(result, Node) and isinstance(value_of(result), Tensor)
-        if is_tensor and skip_views(result).op == "placeholder":
+        value = result.meta.get("val") if isinstance(result, Node) else None
+        if isinstance(value, Tensor) and skip_views(result).op == "placeholder":
             with graph.inserting_before(output):
                 result = insert_call(graph, _aten.clone.default, result)
         renewed.append(result)
@@ -102,7 +134,7 @@ def isolate_writes(graph: Graph) -> None:
     """Makes each write to a part one to a copy, and copies its result on the CPU, in place.
 
     Inductor makes of such a write a loop that writes to the memory of the tensor, and loses three
-    gradients in silence (torch 2.11 to 2.15):
+    gradients in silence (torch 2.13):
 
     * That of ``y[:, i] = 0; y.sum()`` begins as an expanded tensor, many elements of which are one.
     * In ``y[h > 0] = 0``, a loop may read h after it was written over. A copy has no other reader.
