@@ -84,7 +84,7 @@ def lift_constants(graph: Graph) -> None:
             if not isinstance(constant, Tensor) or "val" not in inside.meta:
                 continue
             name = f"{body_node.target}_{inside.target}"
-            setattr(graph.owning_module, name, constant)
+            graph.owning_module.register_buffer(name, constant)
             with graph.inserting_before(loop):
                 outside = graph.get_attr(name)
             *_, last = body.graph.find_nodes(op="placeholder")
