@@ -62,6 +62,7 @@ bench: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.limit
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.warm
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.speed.coverage
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.random_losses
 
 conformance: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[conformance]'

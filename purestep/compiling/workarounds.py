@@ -1,8 +1,10 @@
-"""Rewrites graphs where inductor loses values in silence.
+"""Rewrites graphs that inductor would compile wrong, mostly in silence.
 
-A rewrite inserts copies, so that what the compiler gets wrong does not occur. Its docstring has the
-failing example. What another version of torch gets right costs a copy there. The import defines an
+Most rewrites insert copies, so that what the compiler gets wrong does not occur; each docstring has
+the failing example. A torch that gets it right computes the copy in vain. The import defines an
 operator, so it happens with the first function that is compiled.
+
+``python -m benchmarks.random_losses`` looks for further errors.
 """
 
 import operator
