@@ -214,7 +214,7 @@ def make_loss_fn(loss: Loss) -> Callable[[Params, Any], Tensor]:
 
 
 def make_case(dtype: torch.dtype) -> tuple[Params, list[Any]]:
-    """Draws parameters, two of which few losses read, and two microbatches."""
+    """Draws parameters, one of which no loss reads, and two microbatches."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -286,6 +286,8 @@ def main() -> int:
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    # A loss that no compiler runs is an error here, not an eager update that is right.
+    warnings.filterwarnings("error", message=".*cannot make one graph")
     last = options.last
     if last is None:
         last = options.first + 1 if len(sys.argv) > 1 else 100
