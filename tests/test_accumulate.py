@@ -62,6 +62,13 @@ def test_aux_sums_wide() -> None:
     assert sum_aux([torch.ones(2)]) == ()
 
 
+def test_a_number_is_no_total() -> None:
+    numbers: list[Any] = [5, torch.tensor(5)]
+    for total in numbers:
+        with pytest.raises(TypeError, match=r"pass TokenCounts, as count_tokens"):
+            ps.accumulate(torch.mul, ONE, [ONE], weight_fn=torch.ones_like, total=total)
+
+
 TERMS: list[tuple[dict[str, Any], Any, str]] = [
     (
         {"aux": {"n": 3}},

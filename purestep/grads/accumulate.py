@@ -69,8 +69,8 @@ def accumulate(
 
     Raises ``ValueError`` if there are tokens, but no loss depends on params, and if the loss writes
     to params. It also does so if the sequence yields more or fewer microbatches than its length.
-    Raises ``TypeError`` if params require grad and were computed from nothing, as an
-    ``nn.Parameter``.
+    Raises ``TypeError`` if ``total`` is a number, or if params require grad and were computed from
+    nothing, as an ``nn.Parameter``.
 
     Args:
         loss_fn: returns one loss per token, or ``LossOutput``.
@@ -99,6 +99,11 @@ def accumulate(
     >>> sums.grads, sums.loss
     (tensor(3.), tensor(3.))
     """
+    if total is not None and not isinstance(total, TokenCounts):
+        raise TypeError(
+            f"total is {type(total).__name__}: pass TokenCounts, as count_tokens(microbatches, "
+            "weight_fn) returns them, summed over the ranks by axis.psum"
+        )
     group = microbatches
     if not isinstance(group, WeightedMicrobatches):
         group = WeightedMicrobatches(group, None, None)
