@@ -56,11 +56,12 @@ class Stacked(Sequence[Microbatch]):
             yield self[index]
 
     def let_length_vary(self) -> None:
-        """Tells the compiler that one graph is to serve any number of microbatches of this shape.
+        """Tells the compiler that one graph is to serve any number of microbatches, from two on.
 
-        It marks the leaves. Without marks the compiler makes one graph for the first number, and
-        another one for all others. It then also lets shapes vary, at which dropout fails in the
-        body of a loop.
+        It marks the leaves: dimension 0 may vary, and the others may not. A single microbatch has
+        another graph. Without marks, the compiler makes one graph for the first number, and another
+        one for later numbers. Once it has seen two shapes, it also lets these vary, at which
+        dropout fails in the body of a loop.
         """
         for leaf in tree.leaves(self.batch):
             let_length_vary(leaf)

@@ -424,11 +424,13 @@ def reachable_nodes(terms: Sequence[Tensor]) -> set[Any]:
 
 
 def warn_of_probabilities(nodes: set[Any]) -> None:
-    """Warns if a cross entropy reads a softmax among these nodes, or a binary one a sigmoid.
+    """Warns if these nodes have a softmax before a cross entropy, or a sigmoid before a binary one.
 
-    Views, copies and casts between them are passed over. A log-softmax before a cross entropy
-    changes nothing, and does not warn. Nor does a softmax that no loss of labels reads, as in an
-    entropy.
+    The binary one is ``binary_cross_entropy_with_logits``: a sigmoid before
+    ``binary_cross_entropy`` is right. Views, copies and casts between them are passed over. A
+    log-softmax before a cross entropy changes nothing, and does not warn. Nor does a softmax that
+    no loss of labels reads, as in an entropy. A cross entropy whose targets are probabilities is
+    not checked.
     """
     for node in nodes:
         name = node.name()

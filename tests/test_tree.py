@@ -1,5 +1,6 @@
 """Trees of tensors."""
 
+import math
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -215,6 +216,15 @@ def test_global_norm() -> None:
     assert tree.global_norm({"a": large, "b": empty}) == pytest.approx(2e15)
     assert tree.global_norm({"half": half}) == 600
     assert tree.global_norm(()) == 0
+
+
+@pytest.mark.parametrize("size", [2, SMALL_LEAF + 1])
+def test_the_norm_of_complex_leaves_beside_real_ones(size: int) -> None:
+    half = torch.full((size,), 3.0, dtype=torch.bfloat16)
+    leaves = [half, torch.full((size,), 4.0j), torch.full((size,), 2.0).double()]
+    norm = tree.global_norm(leaves)
+    assert norm.dtype == torch.float64
+    torch.testing.assert_close(norm.item(), math.sqrt(29 * size))
 
 
 def test_empty_leaves_are_finite_on_their_device() -> None:

@@ -108,7 +108,10 @@ class ProcessAxis(ABC):
             log.current.append(name)
 
     def end_gather(self) -> None:
-        """Ends the last ``begin_gather``: launches get the name of the unit around it, or none."""
+        """Ends the last ``begin_gather``, whose name later launches no longer get.
+
+        In the log, these get the name of the unit that gathers around that one, or none.
+        """
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:
             log.current.pop()

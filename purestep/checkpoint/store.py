@@ -330,7 +330,7 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
         self._start(path, tree, keep)
 
     def wait(self) -> None:
-        """Waits for the last save to end, and raises its error, once; returns if there is none."""
+        """Waits for the last save, if there is one, to end, and raises its error, once."""
         saving = self._saving
         self._saving = None
         if saving is not None:

@@ -274,7 +274,7 @@ class Way(NamedTuple):
 
 
 def _another_way(error: Exception, way: Way) -> Way:
-    """Returns a way in which this error may not come again; else the same way."""
+    """Returns a way to compile in which this error may not come again; else the same way."""
     text = str(error)
     # Some kernels take no sizes that vary: under torch.func.vjp, and those of torch.func.hessian.
     if "symbolic sizes/strides" in text and way.may_fix_sizes:

@@ -140,9 +140,9 @@ def accumulate_group(
     then get hints. In a compiler's trace, a group that ``is_scanned`` goes to ``scan_group``, which
     ignores ``on_grad_ready`` and ``needs_checks``.
 
-    Raises ``ValueError`` if there are tokens, but no loss depends on params. It also does so if the
-    group yields more or fewer microbatches than its length. Raises ``TypeError`` if params require
-    grad and were computed from nothing.
+    Raises ``ValueError`` if there are tokens, but no loss depends on params; in a trace, also
+    without tokens. It also does so if the group yields more or fewer microbatches than its length.
+    Raises ``TypeError`` if a param requires grad and is a leaf of autograd, as an ``nn.Parameter``.
     """
     if torch.compiler.is_dynamo_compiling() and is_scanned(group, leaves):
         return scan_group(

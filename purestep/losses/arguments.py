@@ -27,8 +27,8 @@ def promote_same_shape(**tensors: Tensor) -> list[Tensor]:
     """Returns the tensors in float32 or wider; raises ``ValueError`` unless they have one shape.
 
     A floating-point tensor keeps its dtype unless float32 is wider. Integers and bools get the
-    widest dtype of all. Raises ``TypeError`` for what is no tensor. Broadcasting would pair values
-    of different units.
+    dtype to which float32 and all these tensors promote. Raises ``TypeError`` for what is no
+    tensor. Broadcasting would pair values of different units.
 
     >>> import torch
     >>> promote_same_shape(chosen=torch.ones(2), rejected=torch.ones(2, 1))

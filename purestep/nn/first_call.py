@@ -72,7 +72,7 @@ class OwnStorages:
     def except_for(
         self, storages: Iterable[torch.UntypedStorage | None]
     ) -> dict[StorageWeakRef, str]:
-        """Returns the names by weak reference to their storage, without those of ``storages``."""
+        """Returns parameters' names by weak reference to their storage, except for ``storages``."""
         others = {StorageWeakRef(x) for x in storages if x is not None}
         return {ref: name for ref, name in self._names.items() if ref not in others}
 

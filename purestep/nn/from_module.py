@@ -412,10 +412,11 @@ class Apply:
         return output, {name: module.get_buffer(name) for name in buffer_values}
 
     def _clone_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Clones all buffers of the caller, in the module's dtypes: the module may write to them.
+        """Clones all buffers of the caller, because the module may write to them.
 
-        Raises ``ValueError`` for unknown names, and if a buffer that the module writes to is
-        missing. Raises ``TypeError`` if ``buffers`` is no mapping.
+        Floating-point values get the dtype of the module's buffer, unless that is complex. Other
+        values keep theirs. Raises ``ValueError`` for unknown names, and if a buffer that the module
+        writes to is missing. Raises ``TypeError`` if ``buffers`` is no mapping.
         """
         validation.check_names(
             "buffers",

@@ -43,10 +43,10 @@ def models_of(module: Module) -> Models:
 def inspected_methods(module: Module) -> list[tuple[type[Module], str]]:
     """Returns methods, as pairs of class and name, whose signatures must be read before a trace.
 
-    A compiler cannot read them on an object that is made in the trace. They are ``register_buffer``
-    of the module's class, and methods of all parts whose names contain "_chunk". torch's
-    ``Module.__setattr__`` reads the first if it is overridden. ``apply_chunking_to_forward`` of
-    transformers reads the others.
+    A compiler cannot read them on an object that is made in the trace. The first is
+    ``register_buffer`` of the module's class. torch's ``Module.__setattr__`` reads it if it is
+    overridden. The others are all methods, of any part, with "_chunk" in the method's name.
+    ``apply_chunking_to_forward`` of transformers reads these.
 
     >>> [name for _, name in inspected_methods(torch.nn.Linear(1, 1))]
     ['register_buffer']

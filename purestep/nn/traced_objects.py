@@ -18,8 +18,8 @@ def set_attributes_in_trace(
 ) -> None:
     """Writes attributes to an object that was made in a compiler's trace.
 
-    Adds a module's ``forward`` and the class's ``decorated_methods``, bound to the object, if its
-    attributes lack them.
+    If ``attributes`` lacks a module's ``forward`` or one of the class's ``decorated_methods``,
+    these are added to it, bound to the object.
     """
     # Dynamo loses the closures of methods on objects made in the trace, so bind these.
     if isinstance(obj, Module) and "forward" not in attributes:

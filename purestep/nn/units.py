@@ -126,8 +126,8 @@ def find_units(
 def _find_derived(recipe: Recipe) -> set[int]:
     """Returns positions in a recipe that its derived values, cells and rekeyed dicts refer to.
 
-    No ``Slot`` reaches all places of such a value, so a param there belongs to no unit. Positions
-    are those of ``Recipe``.
+    A ``Slot`` is a key of a container, so it reaches none of these references. A param at such a
+    position therefore belongs to no unit. Positions are those of ``Recipe``.
     """
     derived = {position for _, parts in recipe.derived for position in parts}
     derived |= {position for _, position in recipe.cell_contents}

@@ -67,10 +67,11 @@ def check_has_value(name: str, buffer: Tensor) -> None:
 
 
 def _check_part(path: str, part: Module) -> None:
-    """Raises if one part of a module, without the parts inside of it, cannot be in a pure function.
+    """Raises if one part of a module cannot be in a pure function.
 
-    That is ``TypeError`` for wrappers and for ``__slots__`` of a part with parameters, and
-    ``ValueError`` for ``scale_grad_by_freq``.
+    That is ``TypeError`` for a wrapper, such as DDP. It is also ``TypeError`` for ``__slots__``, if
+    the part has parameters: in itself or in parts inside of it. ``scale_grad_by_freq`` of the part
+    itself raises ``ValueError``.
     """
     bases = type(part).__mro__
     for base in bases:

@@ -304,8 +304,9 @@ def check_status(
     if integer weights add up to more than ``MAX_EXACT_INT``.
 
     ``compared`` is what this rank's fingerprint was made of. With ``can_ask``, all ranks call this
-    together, and exchange texts about a failure or a difference. Without it, ``ValueError`` also
-    comes if some ranks have float weights and others integers.
+    together, and exchange texts about a failure or a difference. Without it, ranks have chosen the
+    dtype of N before they read ``status``. So ``ValueError`` then also comes if some ranks have
+    float weights and others integers.
     """
     if status.num_failed:
         raise _failure(axis, status, can_ask=can_ask)

@@ -258,14 +258,14 @@ class MultiProgramSession:
         """Returns the sums of all ranks' results; ranks without microbatches take part with zeros.
 
         Raises ``ValueError`` if autograd records the sums, and ``RankLeftError`` or
-        ``OtherGatherError`` as the guard of gathers does. On a device, it raises what
-        ``all_reduce_counts`` could not.
+        ``OtherGatherError`` as the guard of gathers does. On a device, it reads the message of
+        ``all_reduce_counts`` if nothing has, and raises what that shows.
 
-        Where the second message is read, it raises ``RankError`` if a rank has failed, and
-        ``ValueError`` if N overflows. ``ValueError`` also comes if ranks differ in aux, in what
-        losses gather, or in the buckets that were launched early. So it does if losses return
-        aux, and only some ranks have a microbatch. On a device, the message is read only if a
-        rank holds no microbatch, or if the order of gathers is compared.
+        It sends a second message. Where that is read, it raises ``RankError`` if a rank has failed,
+        and ``ValueError`` if N overflows. ``ValueError`` also comes if ranks differ in aux, in what
+        losses gather, or in the buckets that were launched early. So it does if losses return aux,
+        and only some ranks have a microbatch. On a device, the message is read only if a rank holds
+        no microbatch, or if the order of gathers is compared.
         """
         grads = tree.leaves(sums.grads)
         if tree.leaves_require_grad(grads):

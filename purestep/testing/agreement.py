@@ -123,7 +123,7 @@ def agree_on_reports(trainer: Trainer, case: Case) -> bool:
 
 
 def _report_update(problem: Problem, group: Group) -> Observation:
-    """Returns what the equation reports of an update from the problem's start."""
+    """Returns what the reference trainer observes after one update from the problem's start."""
     equation = ReferenceTrainer()
     equation.start(problem, 1)
     equation.update(group)
@@ -243,13 +243,14 @@ def _expect(
 ) -> Observation:
     """Returns what both runs have to agree with: the first run's observation.
 
-    ``batch`` is the last group, joined; None: it is empty. There are two exceptions, in which the
-    reference trainer evaluates ``batch``. Its loss then replaces ``evaluation``, unless that or
-    ``batch`` is None.
+    If ``case.first`` is None, there is no first run. ``first`` is then what the reference trainer
+    observes in the second run. ``batch`` is the last group, joined; None: it is empty. There are
+    two exceptions, in which the reference trainer evaluates ``batch``. Its loss then replaces
+    ``evaluation``, unless that or ``batch`` is None.
 
-    If ``batch`` has "key", the trainer has dropout in training. The reference evaluates without
-    it, at the averages of ``first``, or else its params. If there is no first run, and ``second``
-    has averages, the reference evaluates at these. They also become the ``averages``.
+    If ``batch`` has "key", the trainer has dropout in training. The reference evaluates without it,
+    at the averages of ``first``, or else its params. If there is no first run, and ``second`` has
+    averages, the reference evaluates at these. They also become the ``averages``.
     """
     params = first.params if first.averages is None else first.averages
     if case.first is None and second.averages is not None:

@@ -30,7 +30,10 @@ def load_trainer(path: str, laws: Names) -> Any:
 
 
 def _check_is_maker(make: object, path: str) -> None:
-    """Raises ``TypeError`` unless an object can be called without arguments."""
+    """Raises ``TypeError``, which names ``path``, unless an object can be called without arguments.
+
+    A callable that has no signature, as some builtins, passes.
+    """
     if not callable(make):
         raise TypeError(
             f"{path} is {type(make).__name__}, neither a trainer nor a function that makes one"

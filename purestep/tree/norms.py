@@ -58,7 +58,7 @@ def global_norm(tree: Tree) -> Tensor:
     """Returns ‖tree‖₂ over all leaves; for a ``Shard``, over all ranks of its axis.
 
     It is a scalar in float32 at least, and 0 without leaves. Its gradient at zero is zero. Leaves
-    are floating-point, or complex in a tree without a ``Shard``. With a ``Shard`` it is a
+    are floating-point; in a tree without a ``Shard``, some may be complex. With a ``Shard`` it is a
     collective: each rank of the axis calls it.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
@@ -82,8 +82,9 @@ def global_norm(tree: Tree) -> Tensor:
         num_elements = sum(map(Tensor.numel, leaves))
         if num_elements < SMALL_LEAF * len(leaves):
             leaves = [torch.cat([*map(torch.flatten, leaves)])]
-    # As arguments of the first, the leaves would be flattened once more.
-    if not is_plain_eager() or leaves_require_grad(leaves):
+    # A fused kernel takes no complex dtype for real leaves, which may be beside complex ones.
+    # As arguments of is_plain_eager, the leaves would be flattened once more.
+    if dtype.is_complex or not is_plain_eager() or leaves_require_grad(leaves):
         leaf_norms = [_norm(leaf) for leaf in leaves]
         return _norm(torch.stack(leaf_norms))
     columns = [leaves]

@@ -38,7 +38,8 @@ def detach_leaves(leaves: Sequence[Any]) -> list[Any]:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor on a device: itself if it is there, else a copy.
 
-    The host waits for copies to the CPU, which it could read too early, but for no others.
+    The host waits for copies to the CPU, which it could read too early. It does not wait for
+    others, unless torch has to, as CUDA may for memory that is not pinned.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
 
