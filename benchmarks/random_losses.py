@@ -3,6 +3,7 @@
     python -m benchmarks.random_losses                   losses 0 to 99, a third in each way
     python -m benchmarks.random_losses 60                loss 60, in each way
     python -m benchmarks.random_losses 0 500 torch       plain torch.compile, for comparison
+    python -m benchmarks.random_losses --device cuda     on an accelerator
 
 A loss is a network of two layers and a lookup, whose output some branches read. Each branch is a chain of operations that
 ``OPERATIONS`` names, and ends in a sum or in the greatest value. The number of a loss is its seed. Of each loss an update is compiled by
@@ -45,7 +46,7 @@ Operation = Callable[[Tensor, Params], Tensor]
 
 def _stretch(x: Tensor) -> Tensor:
     """Tells columns apart that are copies of another: the greatest of equals has no gradient."""
-    return x * torch.linspace(1.0, 1.5, WIDTH, dtype=x.dtype)
+    return x * torch.linspace(1.0, 1.5, WIDTH, dtype=x.dtype, device=x.device)
 
 
 def _assign(x: Tensor, part: Any, value: Any) -> Tensor:
@@ -55,13 +56,17 @@ def _assign(x: Tensor, part: Any, value: Any) -> Tensor:
     return y
 
 
-def _index(*columns: int) -> Tensor:
-    return torch.tensor(columns)
+def _index(x: Tensor, *columns: int) -> Tensor:
+    return torch.tensor(columns, device=x.device)
+
+
+def _places(number: int, x: Tensor) -> Tensor:
+    return torch.arange(number, device=x.device)
 
 
 def _rows(x: Tensor, *columns: int) -> Tensor:
     """Repeats indices of columns for each row."""
-    return _index(*columns).expand(len(x), len(columns))
+    return _index(x, *columns).expand(len(x), len(columns))
 
 
 def _attend(x: Tensor) -> Tensor:
@@ -112,9 +117,9 @@ OPERATIONS: dict[str, Operation] = {
     "flip": lambda x, p: x.flip(1),
     "roll": lambda x, p: x.roll(2, 1),
     "roll of rows": lambda x, p: x.roll(1, 0),
-    "columns": lambda x, p: x[:, _index(3, 1, 0, 5, 2, 4)],
-    "columns, twice": lambda x, p: _stretch(x[:, _index(0, 0, 1, 1, 5, 5)]),
-    "index_select": lambda x, p: x.index_select(1, _index(5, 4, 3, 2, 1, 0)),
+    "columns": lambda x, p: x[:, _index(x, 3, 1, 0, 5, 2, 4)],
+    "columns, twice": lambda x, p: _stretch(x[:, _index(x, 0, 0, 1, 1, 5, 5)]),
+    "index_select": lambda x, p: x.index_select(1, _index(x, 5, 4, 3, 2, 1, 0)),
     "take_along_dim": lambda x, p: torch.take_along_dim(
         x, _rows(x, 5, 4, 3, 2, 1, 0), 1
     ),
@@ -128,14 +133,18 @@ OPERATIONS: dict[str, Operation] = {
     "diagonal": lambda x, p: torch.einsum("bi,bj->bij", x, x.sin()).diagonal(0, 1, 2),
     "tril": lambda x, p: x.tril() + 0.1 * x,
     # Writes to parts.
-    "assigned columns": lambda x, p: _assign(x, (ALL, _index(1, 4)), x[:, 2:4].sin()),
+    "assigned columns": lambda x, p: _assign(
+        x, (ALL, _index(x, 1, 4)), x[:, 2:4].sin()
+    ),
     "assigned slice": lambda x, p: _stretch(_assign(x, (ALL, slice(3)), 2 * x[:, 3:])),
     "assigned mask": lambda x, p: _assign(x, x > 0, 0.25),
     "scatter": lambda x, p: x.scatter(1, _rows(x, 1, 3), 2 * x[:, 4:]),
     "scatter_add": lambda x, p: x.scatter_add(1, _rows(x, 0, 1, 1, 3, 5, 2), x.sin()),
-    "index_add": lambda x, p: x.index_add(1, _index(0, 2, 2, 3, 4, 1), x.cos()),
-    "index_copy": lambda x, p: _stretch(x.index_copy(1, _index(0, 2), 0.5 * x[:, 4:])),
-    "index_fill": lambda x, p: x.index_fill(1, _index(1), 0.5),
+    "index_add": lambda x, p: x.index_add(1, _index(x, 0, 2, 2, 3, 4, 1), x.cos()),
+    "index_copy": lambda x, p: _stretch(
+        x.index_copy(1, _index(x, 0, 2), 0.5 * x[:, 4:])
+    ),
+    "index_fill": lambda x, p: x.index_fill(1, _index(x, 1), 0.5),
     "select_scatter": lambda x, p: x.select_scatter(2 * x[:, 0].sin(), 1, 3),
     "slice_scatter": lambda x, p: x.slice_scatter(x[:, :2].cos(), 1, 2, 4),
     "diagonal_scatter": lambda x, p: x.diagonal_scatter(x.diagonal().sin()),
@@ -147,7 +156,7 @@ OPERATIONS: dict[str, Operation] = {
         (x.reshape(-1, 2, 3) @ x.reshape(-1, 3, 2)).flatten(1).repeat(1, 2)[:, :WIDTH]
     ),
     "attention": lambda x, p: _stretch(_attend(x).flatten(1)),
-    "embedding": lambda x, p: x + functional.embedding(torch.arange(len(x)), p["e"]),
+    "embedding": lambda x, p: x + functional.embedding(_places(len(x), x), p["e"]),
     "embedding, by sign": lambda x, p: x * p["e"][(x > 0).sum(1)],
     "cdist": lambda x, p: 0.4 * torch.cdist(x, p["e"][:WIDTH]),
     # Of pictures.
@@ -162,7 +171,7 @@ OPERATIONS: dict[str, Operation] = {
         x[:, None], size=9, mode="linear"
     )[:, 0, :WIDTH],
     "nearest": lambda x, p: _stretch(
-        functional.interpolate(x[:, None], size=4)[:, 0, torch.arange(WIDTH) % 4]
+        functional.interpolate(x[:, None], size=4)[:, 0, _places(WIDTH, x) % 4]
     ),
 }
 
@@ -213,13 +222,13 @@ def make_loss_fn(loss: Loss) -> Callable[[Params, Any], Tensor]:
     return loss_fn
 
 
-def make_case(dtype: torch.dtype) -> tuple[Params, list[Any]]:
+def make_case(dtype: torch.dtype, device: str = "cpu") -> tuple[Params, list[Any]]:
     """Draws parameters, one of which no loss reads, and two microbatches."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        # In float64 the same numbers.
-        return torch.randn(*shape, generator=generator).to(dtype)
+        # In float64 and on each device the same numbers.
+        return torch.randn(*shape, generator=generator).to(device, dtype)
 
     params = {
         "w": normal(4, WIDTH),
@@ -231,16 +240,23 @@ def make_case(dtype: torch.dtype) -> tuple[Params, list[Any]]:
     }
     group = []
     for _ in range(2):
-        ids = torch.randint(9, (ROWS,), generator=generator)
+        ids = torch.randint(9, (ROWS,), generator=generator).to(device)
         group.append({"x": normal(ROWS, 4), "ids": ids})
     return params, group
 
 
-def update(loss: Loss, way: str, dtype: torch.dtype = torch.float32) -> Params:
+def weigh(batch: Any) -> Tensor:
+    """Counts each row."""
+    return torch.ones(len(batch["x"]), device=batch["x"].device)
+
+
+def update(
+    loss: Loss, way: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Params:
     """Returns by how much one update by SGD moves the parameters. ``"eager"`` compiles nothing."""
-    params, group = make_case(dtype)
+    params, group = make_case(dtype, device)
     sgd = ps.optim.sgd(1.0)
-    settings: dict[str, Any] = {"weight_fn": lambda batch: torch.ones(len(batch["x"]))}
+    settings: dict[str, Any] = {"weight_fn": weigh}
     if way == "compile=True":
         settings["compile"] = True
     if way == "torch":
@@ -270,42 +286,46 @@ def judge(exact: Params, eager: Params, compiled: Params) -> tuple[float, bool]:
     return distance(compiled), not distance(compiled) <= allowed
 
 
-def compare(loss: Loss, way: str) -> tuple[float, bool]:
+def compare(loss: Loss, way: str, device: str = "cpu") -> tuple[float, bool]:
     """Takes an update three times, and judges the compiled one."""
-    exact = update(loss, "eager", torch.float64)
-    return judge(exact, update(loss, "eager"), update(loss, way))
+    exact = update(loss, "eager", torch.float64, device)
+    eager = update(loss, "eager", device=device)
+    return judge(exact, eager, update(loss, way, device=device))
 
 
 def main() -> int:
     """Prints wrong updates and errors; returns 1 if there are wrong ones."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("first", nargs="?", type=int, default=0)
+    parser.add_argument("first", nargs="?", type=int)
     parser.add_argument("last", nargs="?", type=int, help="not among them")
     parser.add_argument("way", nargs="?", choices=[*WAYS, "torch"])
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     # A loss that no compiler runs is an error here, not an eager update that is right.
     warnings.filterwarnings("error", message=".*cannot make one graph")
-    last = options.last
+    first, last = options.first, options.last
+    if first is None:
+        first, last = 0, 100
     if last is None:
-        last = options.first + 1 if len(sys.argv) > 1 else 100
+        last = first + 1
     num_wrong = num_errors = num_updates = 0
-    for seed in range(options.first, last):
+    for seed in range(first, last):
         loss = draw_loss(seed)
-        ways = WAYS if last == options.first + 1 else [WAYS[seed % len(WAYS)]]
+        ways = WAYS if last == first + 1 else [WAYS[seed % len(WAYS)]]
         for way in [options.way] if options.way else ways:
             num_updates += 1
             try:
-                distance, is_wrong = compare(loss, way)
+                distance, is_wrong = compare(loss, way, options.device)
             except Exception as error:
                 num_errors += 1
                 text = " ".join(str(error).split())
                 print(f"{seed} {way}: {type(error).__name__}: {text:.200}; {loss}")
                 continue
             num_wrong += is_wrong
-            if is_wrong or last == options.first + 1:
+            if is_wrong or last == first + 1:
                 print(f"{seed} {way}: {distance:.1e} of the update away; {loss}")
             sys.stdout.flush()
     print(f"{num_wrong} wrong and {num_errors} errors among {num_updates} updates")

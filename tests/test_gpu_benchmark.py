@@ -64,7 +64,7 @@ def test_a_section_has_no_more_than_what_is_left() -> None:
     assert time_limit(10.0, 374.0, 385.0) == 10.0
 
 
-@pytest.mark.parametrize("section", ["env", "exact", "prefetch", "jax"])
+@pytest.mark.parametrize("section", ["env", "exact", "losses", "prefetch", "jax"])
 def test_a_tiny_section_has_no_errors(section: str) -> None:
     run = Run(section, device="cpu", tiny=True)
     program.call_section(run)

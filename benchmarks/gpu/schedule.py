@@ -30,6 +30,7 @@ SECTIONS = [
     Section("exact", "exact", "together", 90),
     Section("theorems", "theorems", "together", 150),
     Section("waits", "waits", "together", 150),
+    Section("losses", "losses", "together", 150),
     Section("nccl", "nccl", "together", 110),
     Section("gloo", "gloo", "together", 100),
     Section("labels", "labels", "together", 90),
