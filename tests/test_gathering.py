@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep import tree
+from purestep.sync.replicas import MAX_NUMEL
 from purestep.testing import ThreadAxis
 from purestep.types import Gather
 from support.strategies import assert_same
@@ -447,6 +448,24 @@ def test_each_row_of_threads_compares_its_ranks() -> None:
             step(*arguments)
 
     axis.map(program)(range(4))
+
+
+def test_gradients_of_rows_that_are_far_apart_are_different() -> None:
+    """A large gradient is measured in parts. Of a value in one part or another the norm is equal."""
+    axis = ThreadAxis(2)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        scale = ps.unshard(params["w"]).sum() * params["b"][axis.rank * MAX_NUMEL]
+        return x.square().sum(-1) * scale
+
+    def program(rank: int) -> None:
+        w = ps.shard(torch.ones(2).double(), axis)
+        params = {"b": torch.ones(MAX_NUMEL + 1).double(), "w": w}
+        step = ps.make_update_step(loss_fn, SGD, weight_fn=weigh_ones)
+        with pytest.raises(ValueError, match=r"params\['b'\] is the same on all ranks"):
+            step(params, SGD.init(params), [make_rows(2)])
+
+    axis.map(program)(range(2))
 
 
 def test_ranks_of_two_further_axes_raise_together() -> None:

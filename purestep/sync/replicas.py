@@ -189,8 +189,8 @@ def _measure(
         row = torch.zeros(2, dtype=torch.float64, device=grad.device)
         if any(other not in axes for other in others):
             # In parts: wide copies of a large leaf would be larger than its state.
-            for part in grad.flatten().split(MAX_NUMEL):
-                row += _measure_part(part.double())
+            for number, part in enumerate(grad.flatten().split(MAX_NUMEL)):
+                row += _measure_part(part.double(), number * MAX_NUMEL)
         rows.append(row)
     totals = torch.stack(rows)
     for axes in dict.fromkeys(axes_of_leaves):
@@ -202,10 +202,10 @@ def _measure(
     return squares, projections
 
 
-def _measure_part(wide: Tensor) -> Tensor:
-    """Returns a vector's squared norm, and its dot product with sin(1), sin(2) and so on."""
-    numbers = torch.arange(1.0, len(wide) + 1, dtype=wide.dtype, device=wide.device)
-    return torch.stack([wide.dot(wide), wide.dot(numbers.sin())])
+def _measure_part(wide: Tensor, start: int) -> Tensor:
+    """Returns a vector's squared norm, and its dot product with sin(start + 1) and so on."""
+    numbers = torch.arange(len(wide), dtype=wide.dtype, device=wide.device)
+    return torch.stack([wide.dot(wide), wide.dot((numbers + (start + 1)).sin())])
 
 
 def _gather(axis: Axis, values: Tensor) -> list[list[float]]:
