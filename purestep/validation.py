@@ -140,7 +140,7 @@ def check_params(params: Params, axis: Axis) -> None:
 
 
 def _can_be_param(leaf: Any) -> bool:
-    if not isinstance(leaf, Tensor) or leaf.is_sparse:
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_nested:
         return False
     return leaf.dtype in tree.FLOAT_DTYPES
 
@@ -223,6 +223,10 @@ def no_dependence_error() -> ValueError:
 
 def _raise_not_a_param(path: str, leaf: Any) -> NoReturn:
     actual = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        actual = "a nested tensor"
+    elif isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+        actual = f"of layout {leaf.layout}"
     if isinstance(leaf, Tensor) and leaf.is_complex():
         raise TypeError(
             f"{path} is {actual}: params are real floating-point tensors in bfloat16 or wider. "

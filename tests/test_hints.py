@@ -1,7 +1,10 @@
 """Tests what a step warns of in a first hour, and mistakes whose errors say what to do."""
 
+import contextlib
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
+from purestep.testing import ThreadAxis
+from support.strategies import assert_same
 
 ADAMW = ps.optim.adamw(0.1)
 SGD = ps.optim.sgd(0.1)
@@ -334,3 +339,54 @@ def test_a_default_device_of_the_caller_changes_nothing() -> None:
     assert torch.equal(unmoved, ONES)
     assert metrics.num_tokens == 6
     assert of_nothing.num_tokens == 0
+
+
+def step_of_torchs_optimizer() -> Any:
+    adamw = ps.optim.from_torch(torch.optim.AdamW, lr=0.1)
+    step = ps.make_update_step(squares, adamw, weight_fn=torch.ones_like)
+    new, *_ = step(ONES.clone(), adamw.init(ONES), [2 * ONES])
+    return new
+
+
+def step_of_shards() -> Any:
+    axis = ThreadAxis(2)
+    settings: Any = {"axis": axis, "gather": "microbatch", "weight_fn": torch.ones_like}
+    step = ps.make_update_step(squares, ADAMW, **settings)
+
+    def take_step(rank: int, device: torch.device | None) -> Any:
+        # Another thread has no default device.
+        with device or contextlib.nullcontext():
+            shards = ps.shard(ONES, axis)
+            new, *_ = step(shards, ADAMW.init(shards), [2 * ONES] * (1 + rank))
+            return ps.unshard(new)
+
+    device = torch.get_default_device()
+    devices = [device if device.type == "meta" else None] * 2
+    return axis.map(take_step)(range(2), devices)
+
+
+def pack_rows() -> Any:
+    examples = [{"tokens": text, "labels": text} for text in TEXTS]
+    rows = ps.pack(examples, max_tokens=6)
+    return rows, ps.pack_documents(examples, row_tokens=6)
+
+
+def load_file(tmp_path: Path) -> Any:
+    file = tmp_path / "params.safetensors"
+    ps.checkpoint.export_safetensors(file, {"w": ONES})
+    return ps.checkpoint.load_safetensors(file, like={"w": ONES})
+
+
+TEXTS = [torch.arange(n) for n in (3, 5, 2)]
+
+
+@pytest.mark.parametrize(
+    "call", [step_of_torchs_optimizer, step_of_shards, pack_rows, load_file]
+)
+def test_what_is_on_the_host_stays_there(call: Any, tmp_path: Path) -> None:
+    """Whatever ``torch.set_default_device`` has been set to."""
+    call = partial(call, tmp_path) if call is load_file else call
+    expected = call()
+    with torch.device("meta"):
+        actual = call()
+    assert_same(actual, expected)

@@ -138,6 +138,16 @@ def test_two_runs_are_never_the_same() -> None:
                     assert_even(case)
 
 
+def test_a_reproducer_names_another_task() -> None:
+    able = SimpleNamespace(capabilities=PlainLoop.capabilities)
+    case = ps.testing.LAWS["T3"].draw_case(Draw({}, random.Random(0)), able, "")
+    of_regression = case.reproducer()
+    assert "Problem(ps.testing.REGRESSION, ps.testing.Linear(" in of_regression
+    other = replace(case.problem, task=replace(ps.testing.REGRESSION, roundings=3))
+    of_task = replace(case, problem=other).reproducer()
+    assert of_task == of_regression.replace("ps.testing.REGRESSION", "task")
+
+
 def assert_runs_differ(case: Any) -> None:
     """Compares the code that reproduces each run, but for the words that describe it."""
     runs: list[Any] = [case.first, case.second]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -37,7 +38,8 @@ class Grouping(NamedTuple):
 @pytest.mark.parametrize("last", ["keep", "drop", "raise"])
 def test_group_ends_as_last_says(last: Any, case: Grouping) -> None:
     """Every microbatch from ``start`` on, in order; the rest, once."""
-    groups = ps.group(iter(range(10)), 4, last, start=case.start)
+    k: Any = np.int64(4)
+    groups = ps.group(iter(range(10)), k, last, start=case.start)
 
     for expected in case.full:
         assert next(groups) == expected

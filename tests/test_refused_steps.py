@@ -283,6 +283,18 @@ def test_params_that_are_no_floats(class_name: str) -> None:
     check_params_refused(params, TypeError, message)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_params_that_are_not_dense() -> None:
+    dense = torch.eye(2)
+    for actual, leaf in {
+        "of layout torch.sparse_coo": dense.to_sparse(),
+        "of layout torch.sparse_csr": dense.to_sparse_csr(),
+        "a nested tensor": torch.nested.nested_tensor([ONES, ONES]),
+    }.items():
+        message = rf"params\['w'\] is {actual}: params are dense tensors"
+        check_params_refused({"w": leaf}, TypeError, message)
+
+
 INITS: list[ps.optim.Optimizer] = [
     SGD,
     ps.optim.adamw(0.1),

@@ -23,7 +23,7 @@ class LocalAxis:
     @property
     def index(self) -> Tensor:
         """Returns 0, as a scalar tensor."""
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device="cpu")
 
     def apply(self, op: str, x: Tensor) -> Tensor:
         """Returns ``x``; all_gather adds a dimension 0 of size 1, and psum_scatter removes it."""

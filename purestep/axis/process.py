@@ -137,7 +137,7 @@ class ProcessAxis(ABC):
     @property
     def index(self) -> Tensor:
         """Returns the index of this rank, as a scalar tensor on the host."""
-        return torch.tensor(self.rank)
+        return torch.tensor(self.rank, device="cpu")
 
     @property
     def on_host(self) -> bool:

@@ -272,7 +272,7 @@ def _read_block(saved: _SavedTensor, block: Sequence[tuple[int, int]]) -> Tensor
     Returns a new tensor on the host. Raises ``ValueError`` if the file ends before the block does.
     """
     dtype = _DTYPES[saved.dtype]
-    loaded = torch.empty([length for _, length in block], dtype=dtype)
+    loaded = torch.empty([length for _, length in block], dtype=dtype, device="cpu")
     # The entries from the last dimension on of which a part is read are next to each other.
     last = 0
     for dim, (_, length) in enumerate(block):

@@ -113,8 +113,11 @@ def _join_rows(
     positions = []
     segments = []
     for row in rows:
-        ranges = [torch.arange(lengths[i]) for i in row]
-        numbers = [torch.full((lengths[i],), n) for n, i in enumerate(row, 1)]
+        ranges = []
+        numbers = []
+        for number, i in enumerate(row, 1):
+            ranges.append(torch.arange(lengths[i], device="cpu"))
+            numbers.append(torch.full((lengths[i],), number, device="cpu"))
         positions.append(torch.cat(ranges))
         segments.append(torch.cat(numbers))
     device = fields[0].device

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from torch.utils.data import (
@@ -84,7 +85,7 @@ def group(
     >>> list(group(range(5), 2))
     [[0, 1], [2, 3], [4]]
     """
-    if not isinstance(k, int) or k < 1:
+    if not isinstance(k, Integral) or k < 1:
         raise ValueError(
             f"group: {k=} microbatches make no group: call group(batches, k)"
         )
@@ -107,7 +108,7 @@ def group(
             "dataset is empty, or drop_last=True leaves out what is fewer than batch_size",
             stacklevel=2,
         )
-    return Groups(batches, k, last, int(start))
+    return Groups(batches, int(k), last, int(start))
 
 
 class Groups(Iterator[list[Microbatch]]):

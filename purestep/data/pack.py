@@ -276,7 +276,7 @@ def _find_pad_value(pad: Pad, path: str, dtype: torch.dtype) -> float:
         value = values[0]
     else:
         value = pad
-    stored = torch.tensor(value, dtype=torch.float64).to(dtype).item()
+    stored = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype).item()
     is_number = dtype.is_floating_point or dtype.is_complex
     if is_number and dtype.itemsize > 1:
         # Rounding is as harmless as anywhere, but not overflow to infinity.

@@ -497,7 +497,7 @@ def make_step_counter(params: Params) -> Tensor:
     """Returns a step counter: 0 in int64, on the first leaf's device; without any, on the host."""
     leaves = tree.leaves(params)
     if not leaves:
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device="cpu")
     # Made of a leaf, so that under vmap each member has its own, as after a step.
     step: Tensor = leaves[0].new_zeros((), dtype=torch.int64)
     return step

@@ -241,7 +241,7 @@ def init_state(factory: OptimizerFactory, params: Params) -> TorchState:
     if not factory.is_elementwise:
         check_no_shards(factory, structure)
     copies = [leaf.detach().clone() for leaf in leaves]
-    step = torch.zeros((), dtype=torch.int64)
+    step = torch.zeros((), dtype=torch.int64, device="cpu")
     optimizer = factory.make_optimizer(copies, step)
     for leaf in copies:
         leaf.grad = torch.zeros_like(leaf)

@@ -130,7 +130,7 @@ class RollCall:
 
 
 def _encode(answers: Answers) -> Tensor:
-    return torch.tensor(answers, dtype=torch.float64)
+    return torch.tensor(answers, dtype=torch.float64, device="cpu")
 
 
 class Repeated:

@@ -237,7 +237,7 @@ class MultiProgramSession:
             # By Cauchy-Schwarz, as fingerprints are compared: equal on all ranks.
             if status.group_len**2 == axis.size * status.group_len_squared:
                 return num_microbatches
-            local = torch.tensor([num_microbatches])
+            local = torch.tensor([num_microbatches], device="cpu")
             return int(axis.process_group.run("all_gather", local).max())
         assert self._first is not None
         device = axis.device
@@ -431,7 +431,8 @@ class MultiProgramSession:
             return [answer or "" for answer in axis.gather_object(text)]
         if awaits_counts and self._gather != "step" and axis.has_host_backend:
             # The others are at ``max_microbatches`` next.
-            axis.process_group.run("all_gather", torch.tensor([0, FAILED]))
+            failure = torch.tensor([0, FAILED], device="cpu")
+            axis.process_group.run("all_gather", failure)
         return []
 
 

@@ -194,10 +194,11 @@ def _measure(
         rows.append(row)
     totals = torch.stack(rows)
     for axes in dict.fromkeys(axes_of_leaves):
-        of_kind = torch.tensor([[other == axes] for other in axes_of_leaves])
+        rows_of_kind = [[other == axes] for other in axes_of_leaves]
+        of_kind = torch.tensor(rows_of_kind, device=totals.device)
         for axis in axes:
             summed = axis.apply("psum", totals)
-            totals = torch.where(of_kind.to(totals.device), summed, totals)
+            totals = torch.where(of_kind, summed, totals)
     squares, projections = totals.unbind(1)
     return squares, projections
 

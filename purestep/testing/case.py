@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from purestep.testing.problem import Batch, Linear, Problem
+from purestep.testing.problem import REGRESSION, Batch, Linear, Problem
 from purestep.testing.specification import join_group
 from purestep.testing.trainer import Evaluating, Group, Observation, Trainer
 from purestep.testing.watch import Watch
@@ -89,13 +89,16 @@ class Case:
     def reproducer(self) -> str:
         """Returns a program that does both runs, and prints what is observed at the end of each.
 
-        Its reader must define ``trainer`` and, unless the model is ``Linear``, ``task`` and
-        ``model``. Without ``first``, a ``ReferenceTrainer`` makes the second run first.
+        Its reader must define ``trainer``, ``task`` unless it is ``REGRESSION``, and ``model``
+        unless it is ``Linear``. Without ``first``, a ``ReferenceTrainer`` makes the second run
+        first.
         """
+        task = self.problem.task
         model = self.problem.model
-        args = ["task", "model"]
-        if isinstance(model, Linear):
-            args = ["ps.testing.REGRESSION", repr(model)]
+        args = [
+            "ps.testing.REGRESSION" if task == REGRESSION else "task",
+            repr(model) if isinstance(model, Linear) else "model",
+        ]
         for name, value in _sgd_numbers(self.problem).items():
             args.append(f"{name}={value}")
         lines = [

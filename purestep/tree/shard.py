@@ -246,7 +246,8 @@ def zero_padding(leaf: Tensor, shard_spec: ShardSpec | None) -> Tensor:
     length = shard_spec.shard_len
     if length * shard_spec.axis.size == shard_spec.full_len:
         return leaf
-    positions = shard_spec.axis.index * length + torch.arange(length)
+    index = shard_spec.axis.index
+    positions = index * length + torch.arange(length, device=index.device)
     is_entry = positions < shard_spec.full_len
     shape = [1] * len(shard_spec.shape)
     shape[shard_spec.dim] = length
