@@ -85,8 +85,8 @@ def make_backward(
 
     Returns:
         The function ``backward``, which returns the metrics of an update. ``grad_norm`` is that
-        before any clipping. ``applied`` is False where there is no token: the gradient is then
-        zero.
+        before any clipping. ``applied`` is False where there is no token. The gradient is then
+        zero, unless a loss has an infinite or NaN derivative: that makes it NaN.
 
     Raises ``TypeError`` unless ``model`` is a module, and for one in DDP or FSDP. The other
     arguments raise as in ``make_update_step``. ``backward`` raises ``ValueError`` if no parameter

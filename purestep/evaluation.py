@@ -50,8 +50,8 @@ def make_eval_step(
 
     It counts tokens as the update does, and computes no gradients. All ranks of the axis call it
     together, and get the same metrics. ``metrics.loss`` is the weighted mean over all their tokens,
-    and 0 without tokens. Under a transform of ``torch.func`` it can be differentiated; otherwise
-    metrics are detached.
+    and 0 without tokens. Under a transform of ``torch.func``, or with dual numbers, it can be
+    differentiated; otherwise metrics are detached.
 
     Raises ``TypeError`` or ``ValueError`` for arguments that it cannot take. ``eval_step`` raises
     them for params or microbatches that do not fit, and for params that were donated.

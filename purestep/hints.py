@@ -113,9 +113,10 @@ def annotate_loss_errors(
     """Adds notes to an error that a loss raises in this context, and raises it again.
 
     The notes say how ``loss_fn`` is called, with ``first`` as its first argument. After a
-    ``KeyError`` they list names: those of the microbatch if it is a mapping, and those of params if
-    neither has the key. Where devices or dtypes are mixed, they name a tensor of the microbatch
-    that differs from params. They also explain errors of torch that are common in a first hour.
+    ``KeyError`` they list names: those of the microbatch if it is a mapping. They also list the
+    first ``MAX_NAMES`` of params if neither has the key, a text. Where devices or dtypes are mixed,
+    they name a tensor of the microbatch that differs from params. They also explain errors of torch
+    that are common in a first hour.
     """
     try:
         yield
@@ -146,7 +147,9 @@ def explain_loss_error(
 
 
 def _list_names(error: KeyError, params: Params, microbatch: Microbatch) -> list[str]:
-    """Lists the names in the microbatch, and in params if neither has the key that is missing.
+    """Lists the names in the microbatch, and the first of params if neither has the missing key.
+
+    Those of params are listed only for a key that is a text, and at most ``MAX_NAMES`` of them.
 
     >>> _list_names(KeyError("head"), {"tail": 1}, {"x": 2})[0]
     "this microbatch has ['x']"
@@ -252,8 +255,8 @@ def annotate_swapped_arguments(
 def check_shifted(microbatches: Sequence[Microbatch]) -> None:
     """Warns if ``labels`` of the first microbatch equal its tokens, as for a loss that shifts them.
 
-    Tokens are any other integers of the labels' shape. Only labels that are not ignored are
-    compared, and there must be two at least. It does not warn of labels of one dimension, of
+    Tokens are any other integers or bools of the labels' shape. Only labels that are not ignored
+    are compared, and there must be two at least. It does not warn of labels of one dimension, of
     tensors on a device, or of a microbatch that is no mapping.
 
     >>> import pytest

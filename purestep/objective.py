@@ -24,7 +24,8 @@ MAX_EXACT_FLOAT32 = 2**24
 class WeightedLoss(NamedTuple):
     """Holds a microbatch's terms of the loss L, ∂L/∂term for each, the weights, and ``aux``.
 
-    The backward pass starts from the terms with these derivatives as cotangents.
+    The backward pass starts from the terms with these derivatives as cotangents. Without divisors,
+    the cotangents are the weights, N · ∂L/∂term.
     """
 
     terms: list[Tensor]
@@ -84,9 +85,9 @@ def _with_microbatch_loss(
 ) -> WeightedLoss:
     """Returns ``weighted`` with one more term, ``LossOutput.microbatch_loss``, and its cotangent.
 
-    The cotangent is 1 / ``divisors.num_microbatches``. A microbatch without tokens adds no term, or
-    where the host cannot read its weights, one with cotangent 0. Raises ``ValueError`` without
-    ``divisors``.
+    The cotangent is 1 / ``divisors.num_microbatches``. A microbatch without tokens adds no term. It
+    adds one with cotangent 0 where the host cannot read its weights, or where a ``vmap`` has other
+    members with tokens. Raises ``ValueError`` without ``divisors``.
     """
     if divisors is None:
         raise ValueError(
@@ -201,7 +202,8 @@ def match_weights(terms: LossOutput, counted: Tensor | None) -> Tensor:
     """Returns the weights, ``counted`` by a ``weight_fn`` or of the loss, on the losses' device.
 
     Raises ``ValueError`` unless there is exactly one of the two, of the shape of the losses, and
-    ``TypeError`` for nested tensors. Weights of the loss are checked by ``validate_weights``.
+    ``TypeError`` for nested tensors. Weights of the loss are first checked by ``validate_weights``,
+    where torch raises ``NotImplementedError`` for some nested tensors.
     """
     if counted is not None and terms.weights is not None:
         raise ValueError(

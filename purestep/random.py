@@ -152,9 +152,9 @@ def normal(
 ) -> Tensor:
     """Draws normal numbers of mean 0 and deviation 1: Φ⁻¹((bits + ½) / 2³²), at most 6.338 from 0.
 
-    They are computed in float64, and rounded to ``dtype`` once. The bits are the same on every
-    device. The last digit of Φ⁻¹ may differ between devices. Keys and ``shape`` are those of
-    ``bits``.
+    They are computed in float64, and rounded to ``dtype`` once: up to 6.344 in bfloat16, and 6.340
+    in float16. The bits are the same on every device. The last digit of Φ⁻¹ may differ between
+    devices. Keys and ``shape`` are those of ``bits``.
 
     >>> normal(key(0), (2,))
     tensor([-0.2558,  1.1776])
@@ -179,8 +179,9 @@ def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
 def dropout(x: Tensor, p: float, key: KeyOrPackedKeys) -> Tensor:
     """Returns ``x / (1 - p)``, with 0 where ``bernoulli(key, p)`` is True.
 
-    If p is 0, it returns ``x`` itself, and if p is 1, zeros. Raises ``ValueError`` unless p is from
-    0 to 1, and for keys whose shape does not begin the shape of ``x``.
+    If p is 0, it returns ``x`` itself, whatever the keys are, and if p is 1, zeros. Raises
+    ``ValueError`` unless p is from 0 to 1. It also does so for keys whose shape does not begin the
+    shape of ``x``. For token keys, it does so unless ``x`` has a shape below.
 
     Keys of shape ``(rows,)`` belong to the rows of ``x``. Each row draws from its own key, by the
     coordinates within the row. So the draw does not depend on the padding, nor on the rest of the
@@ -218,7 +219,8 @@ def zero_and_rescale(x: Tensor, dropped: Tensor, p: float) -> Tensor:
 def token_keys(keys: Tensor, segments: Tensor, positions: Tensor) -> PackedKeys:
     """Makes the keys of tokens in rows of several examples, from the leaves of ``pack_documents``.
 
-    Padding gets the key of the row's first example. Raises ``ValueError`` unless the shapes fit.
+    Padding gets the key of the row's first example. Raises ``ValueError`` unless the shapes fit. If
+    a row has more segments than keys, torch's error passes.
 
     Args:
         keys: of the examples, ``(rows, most segments of a row)``.
@@ -261,7 +263,8 @@ def with_keys(
     ``(rows, most segments)``. For new noise in each epoch or step, pass ``fold_in(key, step)``.
 
     Raises ``ValueError`` if an example has a leaf ``name`` already, or no scalar ``identity``.
-    Raises ``TypeError`` if that is no whole number.
+    Raises ``TypeError`` if the identity is None, a string, or a number that is not whole. For other
+    objects, the error of ``torch.as_tensor`` passes.
 
     Args:
         examples: mappings by name.
@@ -314,7 +317,8 @@ def draw_like(x: Tensor, key: KeyOrPackedKeys, convert: WordFn) -> Tensor:
     """Draws 32 bits, a word, for each element of x, and returns ``convert(word)`` in x's shape.
 
     Keys and coordinates are those of ``dropout``. Raises ValueError if the keys' shape does not
-    begin the shape of x. ``convert`` must work on each element alone.
+    begin the shape of x; with ``PackedKeys``, unless ``dropout`` takes this shape. ``convert`` must
+    work on each element alone.
 
     >>> draw_like(torch.ones(2), key(0), lambda word: word).equal(bits(key(0), (2,)))
     True

@@ -24,10 +24,13 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
     ``fn``. ``remat`` is ``torch.utils.checkpoint`` of trees, with ``use_reentrant=False``:
 
     * It refuses an argument that is written to, by ``fn`` or before the backward pass. It cannot
-      see writes to tensors that ``fn`` closes over: pass them as arguments.
-    * torch's global generators and keys give the same random numbers again. A ``torch.Generator``
-      among the arguments raises ``TypeError``.
-    * All ranks call the collectives in ``fn`` again, in the backward pass.
+      see writes to tensors that ``fn`` closes over: pass them as arguments. Nor does it see writes
+      to tensors inside a leaf, as in a ``UserDict`` or a dataclass.
+    * torch's global generators, those of the host and of the arguments' device, and keys give the
+      same random numbers again. A ``torch.Generator`` among the leaves of the arguments raises
+      ``TypeError``.
+    * All ranks call the collectives in ``fn`` again, in the backward pass. Those after the last
+      tensor that the backward pass needs are left out.
     * torch refuses ``torch.func.grad`` inside ``fn``. Call ``remat`` inside ``grad``, or
       ``torch.autograd.grad(..., create_graph=True)`` inside ``remat``.
     * Under a transform of ``torch.func``, in forward mode, under a compiler and without grad mode,

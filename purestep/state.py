@@ -31,9 +31,9 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     Of a ``Shard``, it has this rank's part, whose name ends in ``.local``.
 
     Any format can save it: ``torch.save`` with ``torch.load(weights_only=True)``, safetensors,
-    ``torch.distributed.checkpoint``. The tensors are detached and contiguous, and no two share
-    memory. A leaf that is already so is not copied: a donated step then writes to this dict's
-    tensors too. Others are copied, such as views.
+    ``torch.distributed.checkpoint``. The tensors are detached and contiguous, and each fills a
+    storage that no other one has. A leaf that is already so is not copied: a donated step then
+    writes to this dict's tensors too. Others are copied, such as a view of a part of a tensor.
 
     Containers, and empty ones such as None and ``()``, leave no trace. A leaf that is not a
     plain dense tensor raises ``TypeError``: write a step count as ``torch.tensor(3)``. A dict key

@@ -102,8 +102,8 @@ def make_update_step(
 
     It takes one optimizer step and returns ``(params, opt_state, metrics)``. Up to rounding,
     the result does not depend on how you cut the tokens into microbatches and ranks, nor on
-    padding; ``LossOutput.microbatch_loss`` alone does. Without any token, params and state stay as
-    they are, to the bit. All ranks of ``axis`` call it together.
+    padding. ``metrics.num_microbatches`` and ``LossOutput.microbatch_loss`` alone do. Without any
+    token, params and state stay as they are, to the bit. All ranks of ``axis`` call it together.
 
     Raises ``TypeError`` or ``ValueError`` for arguments that it cannot take, or that contradict
     each other. The step raises for params, state or microbatches that do not fit.
@@ -295,7 +295,8 @@ def normalize_sums(sums: GradSums) -> GradSums:
     """Divides sums of gradients and losses by N, ``counts.num_tokens``.
 
     Returns new ``GradSums``; in plain eager mode, gradients alone are divided in place. An N of 0
-    counts as 1. Raises ValueError if the host reads an N that the loss's dtype cannot hold.
+    counts as 1. Raises ValueError if the host reads an N that is no normal number of the loss's
+    dtype: it is too large or too small.
 
     >>> from purestep.types import TokenCounts
     >>> counts = TokenCounts(torch.tensor(4), torch.tensor(1))

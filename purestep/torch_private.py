@@ -139,9 +139,12 @@ _saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 def checkpoint_frame() -> Any | None:
     """Returns torch's ``_CheckpointFrame`` of the innermost checkpoint in its first run, or None.
 
-    It is None, too, if other hooks on saved tensors lie inside that checkpoint. The frame has
-    ``recompute_fn``, which the backward pass calls; RuntimeError if torch's no longer has it. A
-    checkpoint puts hooks on what is saved for the backward pass, and their closure has the frame.
+    Checkpoints with ``use_reentrant=True`` do not count, nor do those without grad mode: they have
+    no such frame. It is None, too, if other hooks on saved tensors lie inside that checkpoint.
+
+    The frame has ``recompute_fn``, which the backward pass calls; RuntimeError if torch's no longer
+    has it. A checkpoint puts hooks on what is saved for the backward pass, and their closure has
+    the frame.
     """
     hooks = _saved_tensors_hooks(False)
     if not hooks:
@@ -187,7 +190,8 @@ def run_checkpoint(fn: Callable[..., Any], *tensors: Tensor) -> Any:
 def in_checkpoint() -> bool:
     """Returns whether a checkpoint computes, for the first time or again.
 
-    Returns False if other hooks on saved tensors lie inside that checkpoint.
+    It sees only checkpoints with ``use_reentrant=False``, in grad mode. Returns False if other
+    hooks on saved tensors lie inside that checkpoint.
 
     >>> in_checkpoint()
     False
@@ -262,9 +266,10 @@ def foreach(name: str) -> Callable[..., Any]:
 
 
 def multiply_by_one(column: Sequence[Tensor]) -> list[Tensor]:
-    """Returns clones, equal to the bit, of tensors of one dtype; there is at least one.
+    """Returns clones of tensors of one dtype; there is at least one.
 
-    They are products with 1, or clones one by one if bool.
+    They are products with 1, or clones one by one if bool. Real numbers are equal to the bit, but
+    a NaN may change its bits. In a complex number, infinity may turn into NaN, and -0.0 into 0.0.
     """
     if column[0].dtype == torch.bool:
         return [leaf.clone() for leaf in column]

@@ -132,8 +132,8 @@ class GradSums(NamedTuple):
 
     Attributes:
         grads: the gradient of ``loss``, a tree like the params.
-        loss: Σ wᵢ ℓᵢ(θ). If ``accumulate`` got ``total=``, this is divided by N, and the terms of
-            ``LossOutput.microbatch_loss`` are added.
+        loss: Σ wᵢ ℓᵢ(θ). If ``accumulate`` got ``total=``, this is divided by N. Then the terms of
+            ``LossOutput.microbatch_loss``, divided by ``total.num_microbatches``, are added.
         counts: the ``TokenCounts`` of these microbatches.
         aux: the sum of ``LossOutput.aux``, or ``()``.
 
@@ -165,7 +165,7 @@ def _read_field(metrics: Any, index: Any) -> Any:
 class StepMetrics(NamedTuple):
     """Holds the figures of one update: scalars and aux, global over ranks, the same on each.
 
-    They are detached. Under ``torch.func`` they keep their derivatives.
+    They are detached. Under ``torch.func`` and in forward mode they keep their derivatives.
 
     Attributes:
         loss: L(θ) = Σ wᵢ ℓᵢ(θ) / N at the old params, plus the microbatch term if there is one. It
@@ -174,7 +174,8 @@ class StepMetrics(NamedTuple):
             else float64.
         num_microbatches: how many microbatches have tokens.
         grad_norm: ‖∇L(θ)‖₂, before any clipping.
-        applied: False if params and state stay as they are: no tokens, or a skipped gradient.
+        applied: False if params and state stay as they are: no tokens, or a skipped gradient. Also
+            False for an N that is not finite, where the host cannot read it.
         aux: the sum of ``LossOutput.aux``, or ``()``.
 
     >>> import torch

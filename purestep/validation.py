@@ -431,10 +431,10 @@ def warn_of_probabilities(nodes: set[Any]) -> None:
     """Warns if these nodes have a softmax before a cross entropy, or a sigmoid before a binary one.
 
     The binary one is ``binary_cross_entropy_with_logits``: a sigmoid before
-    ``binary_cross_entropy`` is right. Views, copies and casts between them are passed over. A
-    log-softmax before a cross entropy changes nothing, and does not warn. Nor does a softmax that
-    no loss of labels reads, as in an entropy. A cross entropy whose targets are probabilities is
-    not checked.
+    ``binary_cross_entropy`` is right. Copies, casts and most views between them are passed
+    over, but not ``expand``, ``split`` or ``unbind``. A log-softmax before a cross entropy changes
+    nothing, and does not warn. Nor does a softmax that no loss of labels reads, as in an entropy. A
+    cross entropy whose targets are probabilities is not checked.
     """
     for node in nodes:
         name = node.name()
@@ -463,7 +463,8 @@ def warn_of_probabilities(nodes: set[Any]) -> None:
 def _source_of(node: Any) -> Any:
     """Returns the node that computes the values of a node's first input; None if there is none.
 
-    It passes over views, copies, casts and indexing of these values.
+    It passes over copies, casts, most views and most indexing of these values: all nodes that
+    ``_PASSES_VALUES`` finds. ``expand``, ``split`` and ``index_select`` are not among them.
     """
     source = node.next_functions[0][0]
     while source is not None and _PASSES_VALUES.match(source.name()):
@@ -536,8 +537,10 @@ class forbid_module_recompute(TorchFunctionMode):  # noqa: N801
     Parameters in the memory of ``leaves``, the params, may be used. It checks nothing in a trace.
 
     ``torch.func.functional_call`` restores the parameters of a module before the backward pass
-    begins, so a checkpoint inside of it recomputes with those, not with params. In a backward
-    pass, only recomputation calls torch with gradients enabled.
+    begins, so a checkpoint inside of it recomputes with those, not with params. The context
+    takes each call of torch with gradients enabled for such recomputation. So it also raises for a
+    parameter that a gradient hook or a ``torch.autograd.Function`` reads under
+    ``torch.enable_grad()``.
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:

@@ -175,6 +175,35 @@ def test_a_parameter_with_a_narrow_grad_dtype_has_wide_sums() -> None:
             assert error <= 2**-8 * wanted.abs().max()
 
 
+class ReturnsParam(torch.autograd.Function):
+    """Returns w itself as the gradient, whatever the cotangent is."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return w.square().sum().view(1) / 2
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        (w,) = ctx.saved_tensors
+        return w.detach()
+
+
+def test_a_gradient_in_the_memory_of_a_parameter_is_copied() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    apply: Any = ReturnsParam.apply
+    backward = ps.make_backward(
+        layer, lambda m, _: apply(m.weight), weight_fn=torch.ones_like
+    )
+    before = layer.weight.detach().clone()
+    for _ in range(2):
+        backward([torch.ones(1)] * 3)
+        assert layer.weight.grad is not None
+        torch.testing.assert_close(layer.weight.grad, 3 * before)
+        assert layer.weight.grad.data_ptr() != layer.weight.data_ptr()
+    assert torch.equal(layer.weight, before)
+
+
 def test_a_loss_that_fails_leaves_no_gradient() -> None:
     model = make_model(dtype=torch.bfloat16)
     group = make_group([3, 2, 4], torch.bfloat16)

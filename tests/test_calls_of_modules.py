@@ -1,6 +1,7 @@
 """Nothing of a call of ``apply`` stays in the module, in the next call or in memory."""
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -323,7 +324,11 @@ def make_closure(way: str) -> tuple[nn.Module, list[int]]:
     def run_later(m: Any, x: Tensor) -> Tensor:
         return later(x) + m.a(x)
 
+    def run_reference(m: Any, x: Tensor) -> Tensor:
+        return reference()(x) + m.a(x)
+
     later = layer
+    reference: Any = weakref.ref(layer)
     runs: dict[str, Callable[..., Tensor]] = {
         "closure": run_closure,
         "default": run_default,
@@ -331,13 +336,14 @@ def make_closure(way: str) -> tuple[nn.Module, list[int]]:
         "recursion": run_itself,
         "inner function": run_inner,
         "assigned later": run_later,
+        "weak reference": run_reference,
     }
     return FunctionModule(runs[way], a=layer).double(), counts
 
 
 WAYS_TO_CLOSE = [
     "closure", "default", "keyword default", "recursion", "inner function",
-    "assigned later",
+    "assigned later", "weak reference",
 ]  # fmt: skip
 
 
@@ -353,6 +359,18 @@ def test_a_layer_in_a_closure_trains(way: str) -> None:
     assert counts[0] == (4 if way == "closure" else 0)
     doubled = {name: 2 * p for name, p in params.items()}
     assert torch.equal(apply(doubled, x), 2 * expected)
+
+
+def test_a_layer_that_is_a_default_is_freed_with_its_module() -> None:
+    """No signature of a copied function keeps its params."""
+    module: Any = make_closure("keyword default")[0]
+    layer = weakref.ref(module.a)
+    _, apply = ps.from_module(module)
+    assert inspect.signature(module.run).parameters["default"].default is layer()
+    del module
+    gc.collect()
+    assert apply is not None
+    assert layer() is None
 
 
 class Recorder:

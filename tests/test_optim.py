@@ -563,6 +563,7 @@ BAD_RATES: list[tuple[Any, str]] = [
     ("0.1", NO_RATE),
     (dict, NO_RATE),
     ([0.1], NO_RATE),
+    (torch.tensor([0.1, 0.2]), rf"{NO_RATE}.*a tensor of shape \(2,\)"),
 ]
 WITH_RATES: list[Callable[[Any], Any]] = [
     optim.sgd,

@@ -141,11 +141,14 @@ def test_a_transform_or_a_compiler_is_refused(
 @pytest.mark.parametrize("way", UPDATE_METHODS)
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_rate_that_requires_grad_is_refused(fused: bool, way: str) -> None:
+    """A schedule may return one."""
     rate = torch.tensor(0.1, requires_grad=True)
-    optimizer = ps.optim.from_torch(torch.optim.Adam, lr=rate, fused=fused)
     state = ps.optim.from_torch(torch.optim.Adam).init(PARAMS)
-    with pytest.raises(ValueError, match=r"torch\.optim\.Adam steps in place"):
-        call_update(optimizer, way, GRADS, state, PARAMS)
+    lrs: list[Any] = [rate, lambda step: 2 * rate]
+    for lr in lrs:
+        optimizer = ps.optim.from_torch(torch.optim.Adam, lr=lr, fused=fused)
+        with pytest.raises(ValueError, match=r"torch\.optim\.Adam steps in place"):
+            call_update(optimizer, way, GRADS, state, PARAMS)
 
 
 class Counting(torch.optim.Optimizer):

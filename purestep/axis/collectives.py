@@ -26,6 +26,8 @@ SUM_DTYPES = {torch.int64, *tree.FLOAT_DTYPES}
 def check_axis(axis: Axis) -> None:
     """Raises ``TypeError`` unless ``axis`` is an axis object, and says how to make one.
 
+    Any object with the attribute ``apply`` counts as an axis, such as a module. A class does not.
+
     >>> check_axis("dp")
     Traceback (most recent call last):
     ...

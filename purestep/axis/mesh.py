@@ -32,8 +32,9 @@ class MeshAxis(ProcessAxis):
     place of the program.
 
     Start all ranks from the same parameters. purestep compares structures and settings, but not
-    values. A rank may hold no microbatch, also with ``compile=True``. If ``torch.compile`` takes
-    the whole step, each rank needs one at least, if only of weight 0.
+    values. A rank may hold no microbatch, also with ``compile=True``. If other ranks hold some,
+    that raises ``ValueError`` with ``gather="loss"``, and for a loss that returns ``aux``. If
+    ``torch.compile`` takes the whole step, each rank needs one at least, if only of weight 0.
 
     At the end call ``torch.distributed.barrier()``, then ``destroy_process_group()``. Threads of
     gloo still hold tensors when a collective returns. If Python ends before they let go, the

@@ -163,7 +163,8 @@ class ProcessAxis(ABC):
         """Runs psum or pvary on every leaf; psum sums small leaves of one dtype together.
 
         The sums are new tensors on the devices of the leaves, and pvary returns the tree itself.
-        Under a transform, a compiler or autograd, the collective runs on each leaf alone.
+        Under a transform, a compiler or autograd, each of the two runs on each leaf alone. Then
+        pvary returns a new tree, too.
         """
         leaves, spec = tree.flatten(x)
         if not tree.is_plain_eager(leaves):
@@ -183,8 +184,9 @@ class ProcessAxis(ABC):
     def _sum_leaves(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Sums leaves over the ranks, in vectors of at most ``bucket_bytes`` or of one leaf.
 
-        Returns new tensors with the strides of the leaves; they may be views of one vector. The
-        sums of sparse leaves are dense. Autograd does not see the sums.
+        Returns new tensors; they may be views of one vector. The sum of a dense leaf has the
+        strides of the leaf. The sums of other leaves are dense: of sparse ones, and of those with
+        gaps or expanded dimensions. Autograd does not see the sums.
         """
         leaves = [leaf.to_dense() if leaf.is_sparse else leaf for leaf in leaves]
         totals = [

@@ -71,7 +71,9 @@ def load_safetensors(
     the params of ``ps.from_module`` or ``ps.shard``, also those on "meta". The tensors are new, and
     their values are converted to the dtypes of ``like``. The files may hold more tensors. A missing
     name, a different shape, an unknown dtype or a damaged file raises ``ValueError``. A path
-    without files raises ``FileNotFoundError``. ``export_safetensors`` writes a file that it reads.
+    without files raises ``FileNotFoundError``. So do several files without one index, and an index
+    that names a missing file. ``export_safetensors`` writes a file that it reads, except for rare
+    dtypes such as ``float8_e8m0fnu``.
 
     Args:
         path: a file, or a folder as on Hugging Face's hub: one file, or several with an index.
@@ -102,8 +104,8 @@ def _find_tensors(path: Path) -> dict[str, _SavedTensor]:
     """Finds each tensor of a file, or of a folder's one file, or of those that its index names.
 
     Returns where each is, by name. Raises ``FileNotFoundError`` unless a folder has one index, or
-    one file and no index. Raises ``ValueError`` if a header or the index is damaged, or if a file
-    lacks a tensor that the index says is there.
+    one file and no index. Raises it also if the index names a missing file. Raises ``ValueError``
+    if a header or the index is damaged, or if a file lacks a tensor that the index says is there.
     """
     if path.is_file():
         return _read_header(path)

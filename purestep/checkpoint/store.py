@@ -57,8 +57,9 @@ def save(path: File, tree: Tree) -> None:
     rank, that rank raises its error, and the others ``OSError`` or ``RankError``.
 
     ``TypeError`` and ``ValueError`` name what ``state_dict`` refuses, and ``OSError`` what cannot
-    be written. A ``path`` that is none, and a ``Shard`` over any other axis, raise ``TypeError``.
-    Paths or trees that differ between ranks raise ``ValueError``.
+    be written. A ``path`` that is none raises ``TypeError``. A ``Shard`` raises ``ValueError``
+    without a process group, else ``TypeError`` if it is over any other axis. Paths or trees that
+    differ between ranks raise ``ValueError``.
 
     >>> save("nowhere/state", {"w": torch.ones(2)})
     Traceback (most recent call last):
@@ -311,8 +312,8 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
         """Begins ``save`` after the save before it, and returns when the tensors are copied.
 
         If the save before it failed, raises that error, and saves nothing. A tree that
-        ``state_dict`` refuses raises here, and so do paths or trees that differ between ranks.
-        Other errors come at the next call or ``wait()``.
+        ``state_dict`` refuses raises here, and so do paths or trees that differ between ranks. So
+        does a ``Shard`` without a process group. Other errors come at the next call or ``wait()``.
         """
         self.wait()
         self._start(path, tree)
@@ -322,8 +323,8 @@ class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
 
         If the save before it failed, raises that error, and saves nothing. An invalid ``step`` or
         ``keep``, a folder that cannot be made, and one that holds a later step raise here. So do a
-        tree that ``state_dict`` refuses, and paths or trees that differ between ranks. Other errors
-        come at the next call or ``wait()``.
+        tree that ``state_dict`` refuses, and paths or trees that differ between ranks. So does a
+        ``Shard`` without a process group. Other errors come at the next call or ``wait()``.
         """
         self.wait()
         path = prepare_step_path(folder, step, keep)

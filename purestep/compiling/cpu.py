@@ -280,9 +280,10 @@ def _has_dense_rows(matrix: Tensor) -> bool:
 def hoist_scalars(graph: Graph) -> None:
     """Stores values that are costly, few and used by many, so that no loop repeats them; in place.
 
-    A value is costly if a pointwise operation in ``COSTLY`` made it, or if it is computed from a
-    costly value. It is stored if one loop computes at least ``MIN_USERS_PER_VALUE`` times as many
-    elements from it. It is not stored if all of these come from one small value, for which the same
+    A value is costly if a pointwise operation in ``COSTLY`` made it. A pointwise operation or view
+    that reads a costly value is costly, too, unless that value is stored. A pointwise result is
+    stored if one loop computes at least ``MIN_USERS_PER_VALUE`` times as many elements from it. It
+    is not stored if all of these come from one small value that reads it once, for which the same
     rule then decides. Values on other devices than the CPU stay as they are.
     """
     reach = _measure_reach(graph)
@@ -352,7 +353,7 @@ def _has_one_small_user(node: Node, enough: float) -> bool:
     """Returns whether exactly one value is computed from a node or its views, and is small.
 
     Small means that it is pointwise, and has fewer than ``enough`` elements. That value may then be
-    stored instead.
+    stored instead. Returns False if it reads two of the node and its views.
     """
     users = list(_iterate_users(node))
     if len(users) != 1:

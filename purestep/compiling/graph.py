@@ -138,8 +138,9 @@ def with_fallback(
     """Makes a function that runs ``graph``, and ``plain`` from the call on that raises ``NoGraph``.
 
     That call runs ``plain``, too, and a warning then says why. There is none if ``warns`` is False,
-    as where ``plain`` is compiled in another way. If ``NoGraph`` has no cause, as where the
-    compiler is switched off, ``plain`` runs in this call alone, without a warning.
+    as where ``plain`` is compiled in another way. If ``plain`` raises in that call, there is no
+    warning either, and the next call runs ``graph`` again. If ``NoGraph`` has no cause, as where
+    the compiler is switched off, ``plain`` runs in this call alone, without a warning.
 
     ``plain`` also runs under transforms and dual numbers, and in traces. The function takes
     positional arguments.
@@ -240,6 +241,7 @@ def compile_one_graph(
 def raise_no_graph(function: Callable[..., Any], error: Exception) -> NoReturn:
     """Raises ``NoGraph`` if ``error`` rose while the compiler worked, else raises ``error``.
 
+    It also raises ``NoGraph`` if a backend ran the graph uncompiled, and failed at a checkpoint.
     The error is the cause of ``NoGraph``, whose message is the name of ``function``. The function
     itself may have raised it in a trace: only an eager run shows that.
     """

@@ -135,6 +135,9 @@ def _copy_returned_inputs(graph: Graph) -> None:
 def isolate_writes(graph: Graph) -> None:
     """Makes each write to a part one to a copy, and copies its result on the CPU, in place.
 
+    A tensor made by ``aten.full`` is not copied before the write. If an operation in
+    ``GRADIENTS_OF_VIEWS`` writes to such a tensor, the result is not copied either.
+
     Inductor makes of such a write a loop that writes to the memory of the tensor, and loses three
     gradients in silence (torch 2.13):
 
@@ -160,6 +163,7 @@ def isolate_writes(graph: Graph) -> None:
 def store_compared(graph: Graph) -> None:
     """Stores both sides of each comparison of floating-point tensors on the CPU, in place.
 
+    A side that is in memory already stays, and so does a value that is compared with itself.
     Otherwise inductor may compute a side in two loops, by vectors in one of them, which rounds
     differently. The gradient of ``sin(x).amax(1)`` is where ``sin(x) == amax``: nowhere, then.
     """
@@ -178,7 +182,8 @@ def store_compared(graph: Graph) -> None:
 def _is_computed_float(node: Node) -> bool:
     """Returns whether inductor may compute a node in each loop: a floating-point value on the CPU.
 
-    It reads inputs and products, and what operators return that are not torch's.
+    Returns False for inputs, products, and results of operators that are not torch's: inductor
+    reads these from memory.
     """
     is_called = getattr(node.target, "namespace", "aten") not in ("aten", "prims")
     if node.op != "call_function" or node.target in PRODUCTS or is_called:

@@ -18,8 +18,8 @@ def balance(
     """Deals examples out to ranks, so that the slowest rank has little more than the mean.
 
     Each example, the costliest first, goes to the rank with the least cost so far [Graham, 1969].
-    The slowest rank then costs at most 4/3 of that in the best assignment. It also has less than
-    one example more than the mean. The same examples give the same result on every rank.
+    The slowest rank then costs at most 4/3 of that in the best assignment. Its cost exceeds the
+    mean by at most the cost of one example. The same examples give the same result on every rank.
 
     Args:
         examples: trees of tensors. The first dimension of a leaf is the length, or it has no
@@ -27,14 +27,14 @@ def balance(
         ranks: how many ranks there are, at least 1.
         cost: the cost of an example, finite and at least 0. None: its length. Attention is
             quadratic in it.
-        per_example: names of leaves without a length, as in ``pack``.
+        per_example: names of leaves without a length, as in ``pack``. Not read with ``cost``.
 
     Returns:
         The examples of each rank, in their original order.
 
     Raises ``ValueError`` if ``ranks`` is below 1, or if a cost is negative or not finite. Without
-    ``cost``, an example whose leaves differ in length or lack it raises it too. So does a name in
-    ``per_example`` that no leaf has.
+    ``cost``, an example raises it too if its leaves differ in length, or if none has one. Without
+    ``cost``, so does a name in ``per_example`` that no leaf has.
 
     >>> import torch
     >>> parts = balance([torch.ones(n) for n in (5, 4, 3, 3, 1)], 2)

@@ -56,7 +56,7 @@ def group(
     """Puts the microbatches of any iterable, as a list or a ``DataLoader``, into groups of ``k``.
 
     Returns an iterator of lists, which reads ``k`` microbatches at a time. Raises ``ValueError``
-    unless ``k`` is a whole number from 1 on, and for a negative ``start``, or another ``last``.
+    unless ``k`` and ``start`` are whole numbers, from 1 and from 0 on, and for another ``last``.
     Warns of a ``DataLoader`` without batches.
 
     Args:
@@ -135,7 +135,7 @@ class Groups(Iterator[list[Microbatch]]):
         self.position = start
 
     def __iter__(self) -> Groups:
-        """Returns itself; warns if all groups are taken, as in a second epoch."""
+        """Returns itself; warns if ``next`` has raised ``StopIteration``, as in a second epoch."""
         if self._is_used_up:
             warnings.warn(
                 "these groups are used up: call ps.group again for each epoch",

@@ -8,7 +8,8 @@ from typing import NamedTuple
 class BatchPlan(NamedTuple):
     """Describes an update: microbatches of ``local_batch_size``, accumulated on each rank.
 
-    Sizes count examples, or tokens if the plan was made from a token budget.
+    Both batch sizes count examples, or tokens if the plan was made from a token budget.
+    ``axis_size`` counts ranks.
 
     >>> plan(global_batch_size=64, local_batch_size=4, axis_size=2)
     BatchPlan(global_batch_size=64, local_batch_size=4, axis_size=2, accumulation_steps=8)
@@ -32,10 +33,10 @@ def plan(
 
         global_batch_size = local_batch_size · axis_size · accumulation_steps
 
-    The ``BatchPlan`` has all four numbers; its sizes are in tokens if those are passed. Raises
-    ``ValueError`` with the nearest sizes that work, if no whole number solves this. A size below 1,
-    and sizes that are not one of the two pairs, raise ``ValueError`` too. A float raises
-    ``TypeError``.
+    The ``BatchPlan`` has all four numbers; both batch sizes are in tokens if you pass a token
+    budget. Raises ``ValueError`` with the nearest sizes that work, if no whole number solves this.
+    A size below 1, and sizes that are not one of the two pairs, raise ``ValueError`` too. A float
+    raises ``TypeError``.
 
     Args:
         global_batch_size: examples in one update, over all ranks.

@@ -28,11 +28,12 @@ def prefetch(
 ) -> PrefetchedGroups:
     """Prepares groups in a thread, and copies their microbatches to ``device``, one at a time.
 
-    From your first ``next`` on, the thread takes groups from their source, pins them, and counts
-    their tokens on the host. It copies one microbatch while the step uses another. Tensors that are
-    on the device are not copied: a source that overwrites them must clone them. The step reads the
-    count without waiting for the device. Leaves that are not tensors stay as they are. Mappings
-    that optree takes for leaves, as a tokenizer's ``BatchEncoding``, become dicts.
+    From your first ``next`` on, the thread takes groups from their source, and computes the weights
+    of their tokens on the host. For CUDA, it pins microbatches and weights. It copies one
+    microbatch while the step uses another. Tensors that are on the device are not copied: a source
+    that overwrites them must clone them. The step sums the weights on the host, without waiting for
+    the device. Leaves that are not tensors stay as they are. Mappings that optree takes for leaves,
+    as a tokenizer's ``BatchEncoding``, become dicts.
 
     An error of the source, of ``weight_fn`` or of pinning is raised where you ask for that group.
     So is the ``TypeError`` for a group that is no sequence. An error of copying is raised where you
@@ -114,8 +115,9 @@ class PrefetchedGroups(Iterator["PrefetchedGroup"]):
 class PrefetchedGroup(PreweightedMicrobatches):
     """Gives microbatches on the device: the first iteration waits for each copy in turn.
 
-    It raises ``RuntimeError`` after a later group was taken or the stream was closed. Iterated
-    again, or indexed, the group copies its microbatches from the host again, at any time.
+    It raises ``RuntimeError`` after you have asked for a later group, even if that raised, or the
+    stream was closed. Iterated again, or indexed, the group copies its microbatches from the host
+    again, at any time.
     """
 
     position: int | None
@@ -244,7 +246,8 @@ class _Prefetcher:
     def _claim_slot(self, group: PrefetchedGroup) -> bool:
         """Takes a free slot once there is one, and returns True.
 
-        Returns False, without a slot, after ``close`` or when the consumer has taken a later group.
+        Returns False, without a slot, after ``close`` or when the consumer has asked for a later
+        group.
         """
         with self.changed:
             self.changed.wait_for(

@@ -119,7 +119,8 @@ def describe_corpus(corpus: list[bytes]) -> str:
 def make_example(text: bytes) -> Example:
     """Makes an example of a text: its bytes as ``tokens``, and the byte after each as ``labels``.
 
-    The last byte is a label alone. A text that is longer than the model's context is cut.
+    The last byte is a label alone. A text of more than ``CONFIG.context + 1`` bytes is cut to that
+    length.
     """
     length = CONFIG.context + 1
     data = torch.tensor(list(text[:length]))
@@ -535,7 +536,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Trains over the ranks of ``torchrun`` if there are any, else compares simulated ones.
 
-    Under ``torchrun`` it ends the process with code 0. An interrupt ends it with code 130.
+    Under ``torchrun`` it ends the process with code 0 after training, or with code 1 if ``resume``
+    fails. An interrupt ends it with code 130.
     """
     options = parse_options()
     try:

@@ -75,8 +75,9 @@ def apply(
 
 
 def block(config: Config, params: Params, x: Tensor) -> Tensor:
-    """Applies a layer: causal attention, then a network of two layers, each added to its input.
+    """Applies a layer: adds causal attention to ``x``, and to that sum a two-layer network.
 
+    The attention reads ``x`` through a layer norm, and the network reads the sum through another.
     ``params`` are those of the layer, and ``x`` is ``(batch, time, width)``.
     """
     # Nested, so that memory is freed early: these inputs are large.

@@ -148,7 +148,10 @@ def sample_group(data: Batch, generator: torch.Generator) -> list[Batch]:
 
 
 class Window(NamedTuple):
-    """Holds the middle of a window of steps, and there the estimated and the exact scale."""
+    """Holds a window of steps: its middle, the scale estimated over all of it, and the exact scale.
+
+    The exact scale is that of the middle.
+    """
 
     step: float
     estimate: float

@@ -67,10 +67,13 @@ def accumulate(
     backward pass. So only one tree of them is alive. The loss may do what it may do in
     ``make_update_step``.
 
-    Raises ``ValueError`` if there are tokens, but no loss depends on params, and if the loss writes
-    to params. It also does so if the sequence yields more or fewer microbatches than its length.
-    Raises ``TypeError`` if ``total`` is a number, or if params require grad and were computed from
-    nothing, as an ``nn.Parameter``.
+    Raises ``ValueError`` if there are tokens, but no loss depends on params; in a compiler's trace,
+    also without tokens. It also does so if the sequence yields more or fewer microbatches than its
+    length. A loss that writes to params raises it outside of transforms and traces.
+
+    Raises ``TypeError`` if ``total`` is a number, or if a param is an ``nn.Parameter`` that
+    requires grad. Outside of transforms and traces, any leaf of autograd that requires grad raises
+    it.
 
     Args:
         loss_fn: returns one loss per token, or ``LossOutput``.
@@ -135,14 +138,15 @@ def accumulate_group(
 
     Params are the tree of ``spec`` with these leaves. ``divisors`` are the ``denominators`` of the
     counts of all ranks; None: plain sums. In the last backward pass, a backend may replace each
-    leaf's sum by what ``on_grad_ready`` returns for it. With ``needs_checks``, ``ValueError`` is
-    raised for a loss that writes to params or recomputes with other parameters. Likely mistakes
-    then get hints. In a compiler's trace, a group that ``is_scanned`` goes to ``scan_group``, which
-    ignores ``on_grad_ready`` and ``needs_checks``.
+    leaf's sum by what ``on_grad_ready`` returns for it. With ``needs_checks``, in plain eager mode,
+    ``ValueError`` is raised for a loss that writes to params or recomputes with other parameters.
+    Likely mistakes then get hints. In a compiler's trace, a group that ``is_scanned`` goes to
+    ``scan_group``, which ignores ``on_grad_ready`` and ``needs_checks``.
 
     Raises ``ValueError`` if there are tokens, but no loss depends on params; in a trace, also
     without tokens. It also does so if the group yields more or fewer microbatches than its length.
-    Raises ``TypeError`` if a param requires grad and is a leaf of autograd, as an ``nn.Parameter``.
+    Raises ``TypeError`` if a param is an ``nn.Parameter`` that requires grad. Outside of transforms
+    and traces, any leaf of autograd that requires grad raises it.
     """
     if torch.compiler.is_dynamo_compiling() and is_scanned(group, leaves):
         return scan_group(
@@ -228,11 +232,12 @@ def detach_data(
 ) -> tuple[Microbatch, list[Any], bool]:
     """Returns the microbatch that a loss gets, its leaves, and whether this part is recorded.
 
-    The microbatch has new containers, since a loss may write ``m["x"] = m["x"] / 2``. If the step
-    is recorded, or data have a graph, its tensors are the same, and the last result is True. Else
-    they are detached, and it is False: ``requires_grad_()`` in a loss spares the original. A
-    detached tensor requires grad if the original does. In a trace of torch 2.11, leaves that
-    are no tensors stay as they are.
+    The microbatch has new containers, since a loss may write ``m["x"] = m["x"] / 2``. An object
+    that ``map_tensors`` does not copy stays as it is, with its tensors. If the step is recorded, or
+    data have a graph, other tensors are the same, and the last result is True. Else they are
+    detached, and it is False: ``requires_grad_()`` in a loss spares the original. A detached tensor
+    requires grad if the original does. In a trace of torch 2.11, leaves that are no tensors stay as
+    they are.
     """
     leaves, spec = tree.flatten(microbatch)
     detach: Callable[[Any], Any] = Tensor.detach

@@ -46,8 +46,8 @@ def make_backends(
     """Makes the backends of a loss; call it once for all updates, so that a loss compiles once.
 
     ``compile_`` compiles the plain backend. If ``grad_and_value`` is not the default, all backends
-    call it, and the recorded one is the plain one, compiled or not. Raises ``TypeError`` if it is
-    not callable, or if ``compile_`` is neither a bool nor a function.
+    call it, and the recorded one is the plain one, compiled or not. Raises ``TypeError`` if
+    ``grad_and_value`` is not callable, or if ``compile_`` is neither a bool nor a function.
     """
     validation.check_callable("grad_and_value", grad_and_value)
     if grad_and_value is not default_grad_and_value:

@@ -141,7 +141,8 @@ def _check_eagerly(loss_fn: LossFn, inputs: MicrobatchInputs) -> None:
     """Runs the loss once eagerly, for the checks inside it, as of a module's first call.
 
     The loss gets a copy of the microbatch, since it may write to it: ``m["x"] = m["x"] / 2``. Drops
-    its output. Restores the random generators, so that the graph draws the same numbers.
+    its output. Restores torch's generators of host and device, so that the graph draws the same
+    numbers. Python's and numpy's go on.
     """
     leaves = [leaf.detach().requires_grad_() for leaf in inputs.leaves]
     data, spec = tree.flatten(inputs.microbatch)

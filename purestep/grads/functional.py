@@ -118,9 +118,9 @@ def in_graphs(grads_of: GradsOf, *, is_autograd: bool = False) -> GradsOf:
     """Wraps ``grads_of`` to work in a compiler's trace, too, in a graph whose sizes may vary.
 
     ``is_autograd`` says that autograd would give the same gradients. Then autograd takes the place
-    of ``grads_of`` in a trace, except on torch 2.11, and where further derivatives may be taken.
-    Autograd takes more operations: a custom one may have a backward pass that ``torch.func`` does
-    not take.
+    of ``grads_of`` in a trace. It does not on torch 2.11, under any transform (a ``vmap`` too), or
+    where further derivatives may be taken. Autograd takes more operations: a custom one may have a
+    backward pass that ``torch.func`` does not take.
 
     A graph break in the function is an error, also without ``fullgraph``.
     """
@@ -167,7 +167,7 @@ def _traced_grads(
 def from_user_grad_and_value(grad_and_value: GradAndValue) -> GradsOf:
     """Turns the user's ``grad_and_value(f, has_aux=True)(leaves)`` into a ``GradsOf``.
 
-    On torch 2.11, the result raises ``ValueError`` in inference mode.
+    On torch 2.11, the result raises ``ValueError`` in inference mode, unless a compiler traces.
     """
 
     def grads_of(

@@ -33,7 +33,7 @@ def grad_and_value(
     ``torch.func.vjp``, where second derivatives work, under a transform or a compiler, in inference
     mode, and if an argument requires grad. In grad mode, it also does so where ``func`` closes over
     tensors that require grad, as a loss does that differentiates by its data. Only in this last
-    case, ``func`` runs twice. Elsewhere gradients, value and aux are detached.
+    case, ``func`` runs twice. Where ``vjp`` is not called, gradients, value and aux are detached.
 
     Args:
         func: a function that returns a scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
@@ -43,8 +43,8 @@ def grad_and_value(
     Returns:
         A function that returns ``(grads, value)``, or ``(grads, (value, aux))`` with ``has_aux``.
         ``grads`` is a tree like the argument; for a tuple ``argnums``, it is a tuple of these. The
-        function raises ``ValueError`` for an output of another form, if a position has no argument,
-        and in inference mode on torch 2.11.
+        function raises ``ValueError`` for an output of another form, or for a position without an
+        argument. On torch 2.11, it also does so in inference mode, unless a compiler traces.
 
     >>> grads, value = grad_and_value(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([3.0])})
     >>> grads, value

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from purestep import hints, tree, validation
 from purestep.grads.microbatch import (
@@ -104,13 +105,15 @@ def run_backward_into(
     with another ``grad_dtype`` than its sum.
 
     No sum shares memory with cotangents, leaves, another sum or ``data``, the leaves of the
-    microbatch. ``on_grad_ready`` takes each sum that the pass reaches, and returns the tensor to
-    keep.
+    microbatch. Tensors in a ``UserDict`` are not compared.
+    ``on_grad_ready`` takes each sum that the pass reaches, and returns the tensor to keep. Another
+    tensor that it returns is kept as it is, even if it shares memory.
 
-    With ``needs_checks``, it warns of module parameters that the loss reads beside ``leaves``, and
-    of a softmax before a cross entropy. It then raises ``ValueError`` for a reentrant
-    checkpoint. It also does so for a checkpoint that recomputes with module parameters beside
-    ``leaves``, unless ``are_module_parameters``: then the leaves are the module's.
+    With ``needs_checks``, it warns of module parameters that the loss reads beside ``leaves``, if
+    ``leaves`` are copies of them. It also warns of a softmax before a cross entropy. It then raises
+    ``ValueError`` for a reentrant checkpoint. It also does so for a checkpoint that recomputes with
+    module parameters beside ``leaves``, unless ``are_module_parameters``: then the leaves are the
+    module's.
     """
     for index in reversed(range(len(terms))):
         if not terms[index].requires_grad:
@@ -165,9 +168,9 @@ def _take_totals(
 ) -> bool:
     """Moves each leaf's ``.grad`` into the accumulator; returns whether there is any.
 
-    New sums, without one in ``totals_before``, are cloned if they share memory with ``others``,
-    ``data`` or each other. Without ``others`` none are: autograd has added to sums that share no
-    memory.
+    New sums, without one in ``totals_before``, are cloned if they share memory with tensors or
+    parameters of ``others`` or ``data``, or with each other. Without ``others`` none are: autograd
+    has added to sums that share no memory.
     """
     has_grad = False
     for index, leaf in enumerate(leaves):
@@ -224,7 +227,8 @@ def clone_aliased(
 ) -> None:
     """Replaces new gradients that share memory by clones in the list, so that they can be added to.
 
-    They may share it with ``others`` or an earlier gradient. Both gradients of
+    They may share it with a tensor or parameter of ``others``, or an earlier gradient. A
+    ``UserDict`` of tensors in ``others`` is not compared. Both gradients of
     ``torch.stack([a, b]).sum(0)``, say, lie in one storage, with the cotangent. And a
     ``torch.autograd.Function`` may return a param or data that it has saved. An expanded gradient
     shares memory with itself. One whose address is unknown, as of a subclass, is cloned, too. Where
@@ -234,7 +238,7 @@ def clone_aliased(
     addresses: list[int | None] = []
     for tensor in [*others, *grads]:
         address = None  # also of a subclass, which may hold its values elsewhere
-        if type(tensor) is Tensor:
+        if type(tensor) in (Tensor, Parameter):
             try:  # noqa: SIM105  ``suppress`` takes as long again, for each param
                 address = tensor.untyped_storage().data_ptr()
             except (RuntimeError, NotImplementedError):
@@ -280,7 +284,7 @@ def vjp_grads(
     """Differentiates ``function(*leaves) -> (value, aux)`` by ``torch.func.vjp``.
 
     Returns gradients, value and aux. It does not need ``data``. Raises ``ValueError`` in inference
-    mode on torch 2.11.
+    mode on torch 2.11, unless a compiler traces.
 
     >>> vjp_grads(lambda w: (w**2, [2 * w]), [torch.tensor(3.0)])
     ([tensor(6.)], tensor(9.), [tensor(6.)])

@@ -34,8 +34,9 @@ class MicrobatchInputs(NamedTuple):
 class MicrobatchResult(NamedTuple):
     """Holds a microbatch's loss, weights and aux, and whether the loss depends on params.
 
-    ``depends_on_params`` is False only for a loss that reaches no param. It may be True for such a
-    loss if an earlier microbatch has reached one, or if the backend cannot know.
+    ``depends_on_params`` is False only where no param gets a gradient of the loss, or no loss runs.
+    It may be True for a loss that reaches no param if an earlier microbatch has reached one, or if
+    the backend cannot know.
     """
 
     loss: Tensor

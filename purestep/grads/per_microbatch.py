@@ -66,7 +66,10 @@ def accept_repeated(loss_fn: LossFn, gather: Gather) -> LossFn:
 
 
 class PaddedMicrobatches(Sequence[Microbatch]):
-    """Appends one microbatch several times to a sequence, whose microbatches are made when read."""
+    """Appends one microbatch several times to a sequence.
+
+    A microbatch of the sequence is read only on demand, since it may be made only then.
+    """
 
     def __init__(
         self, microbatches: Sequence[Microbatch], padding: Microbatch, times: int
@@ -194,5 +197,5 @@ def _with_full_params(
 
 
 def _no_tokens() -> Tensor:
-    """Returns the weights of a microbatch without tokens: one False, on the host."""
+    """Returns the weights of a microbatch without tokens: one False, on the default device."""
     return torch.zeros(1, dtype=torch.bool)

@@ -30,6 +30,7 @@ def is_scanned(group: WeightedMicrobatches, leaves: Sequence[Tensor]) -> bool:
 
     It does not ask whether a compiler is tracing. False unless the group is ``Stacked``, and for a
     single microbatch. False, too, where autograd or a transform may differentiate params or batch.
+    In a trace, any transform counts, a ``vmap`` too.
     """
     microbatches = group.microbatches
     if not isinstance(microbatches, Stacked) or len(microbatches) == 1:

@@ -50,8 +50,8 @@ def linear_cross_entropy(
 
     * **Gradients** are exact for any weights of the losses. A token without a label gets exactly
       zero gradient, even if its hidden state is NaN. So does a token of weight 0, except under
-      transforms and with ``create_graph=True``.
-    * **Under transforms and compilers**, all logits are alive.
+      transforms and compilers, and with ``create_graph=True``.
+    * **Under transforms and compilers**, all logits may be alive.
     * **Half precision**: products have its dtype, as in ``hidden @ weight.T``. Exponentials, losses
       and sums are float32, and the weight's gradient is rounded once.
 
@@ -135,9 +135,9 @@ def linear_kl_divergence(
     """Returns ``kl_divergence(hidden @ weight.T, teacher_hidden @ teacher_weight.T)``, in chunks.
 
     That is one value for each token, of shape ``hidden.shape[:-1]``. Teacher tensors get gradients,
-    too. Only under transforms and compilers are the full logits of student and teacher in memory.
-    Raises ``ValueError`` for shapes and dtypes that do not fit together, and for ``temperature`` or
-    ``chunk_size`` out of range. Logits must be finite.
+    too. Only under transforms and compilers, and with ``create_graph=True``, are the full logits of
+    student and teacher in memory. Raises ``ValueError`` for shapes and dtypes that do not fit
+    together, and for ``temperature`` or ``chunk_size`` out of range. Logits must be finite.
 
     Args:
         hidden: the student's, of shape tokens + (features,).

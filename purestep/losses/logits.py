@@ -33,7 +33,8 @@ def cross_entropy(
 
     Args:
         logits: x, of shape ``labels.shape + (classes,)``, before any softmax.
-        labels: class numbers, or ``ignore_index``. Others raise torch's ``IndexError`` on the host.
+        labels: class numbers, or ``ignore_index``. Others raise torch's ``IndexError`` on the host,
+            or under ``vmap`` its ``RuntimeError``.
         ignore_index: the label of positions that are no tokens. If it is not -100, pass a
             ``weight_fn`` that leaves it out too: the default one counts it.
         label_smoothing: how much of the target is spread evenly over all classes.

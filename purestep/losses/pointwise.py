@@ -101,7 +101,8 @@ def policy_gradient(
             policy, pass ``log_probs.detach()``.
         advantages: A, of the same shape. It may be negative, unlike a weight. Expand GRPO's one
             advantage for each text by ``advantages[:, None].expand_as(log_probs)``.
-        clip: how far r may move before its gradient is 0; or ``(low, high)``.
+        clip: how far r may move, in the direction in which r A rises, before its gradient is 0; or
+            ``(low, high)``.
 
     >>> log_probs, change = torch.full((3,), -0.7), torch.tensor([0.0, 1.0, 1.0])
     >>> policy_gradient(log_probs, log_probs - change, torch.tensor([2.0, 1.0, -1.0]))

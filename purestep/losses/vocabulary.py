@@ -134,7 +134,7 @@ def compute_by_chunks(
     """Returns the same as ``compute_statistics``, with each chunk of ``size`` classes in ``remat``.
 
     Autograd and transforms can take all derivatives. Sums have the accumulation dtype of
-    ``hidden``.
+    ``hidden``, or the dtype of the bias if it is wider.
     """
     # In this dtype autograd adds up the gradients that come from all chunks.
     hidden = tree.widen(hidden)

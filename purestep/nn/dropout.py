@@ -36,11 +36,11 @@ UNKEYED_HINT = (
 
 
 class KeyedDropout(TorchFunctionMode):
-    """Makes torch's dropouts draw from keys while this mode is active, a key for each example.
+    """Makes dropouts of ``torch.nn.functional`` draw from keys while this mode is active.
 
-    This covers attention's dropout, too. Each call that draws folds its number into the keys, which
-    counts from ``first_index``. A checkpoint draws the same numbers again. Keys may also be packed,
-    one for each token.
+    Each example has a key. The mode covers attention's dropout, too, but not ``torch.dropout``
+    itself. Each call that draws folds its number into the keys, which counts from ``first_index``.
+    A checkpoint draws the same numbers again. Keys may also be packed, one for each token.
 
     A tensor has its examples first, or all tokens with keys in its first dimension. Otherwise
     dropout raises ``ValueError``. ``torch.rand`` and ``bernoulli_`` draw one number for each
@@ -48,9 +48,9 @@ class KeyedDropout(TorchFunctionMode):
     so does dropout that draws for channels.
 
     ``batch_second`` says that the module may take examples along its second dimension, as
-    ``batch_first=False`` does. Then a tensor with two dimensions as long as the keys is refused,
-    too. In a compiler's trace, a checkpoint raises ``ValueError``. Raises ``TypeError`` for
-    ``keys`` that are no keys.
+    ``batch_first=False`` does. Then, with two examples or more, a tensor with two dimensions as
+    long as the keys is refused, too. In a compiler's trace, a checkpoint raises ``ValueError``.
+    Raises ``TypeError`` for ``keys`` that are no keys.
 
     >>> from purestep import random
     >>> keys = torch.stack([random.key(0), random.key(1)])
@@ -212,7 +212,8 @@ class KeyedDropout(TorchFunctionMode):
         Returns the input itself if ``p`` is 0 or ``training`` is False; None is torch's default for
         ``func``. Writes the output to the input if ``inplace``. Raises ``ValueError`` for dropout
         of channels with keys of tokens, and for a ``p`` outside of 0 to 1. It also does so for an
-        input whose first dimensions are not clearly those of the examples.
+        input whose first dimensions are not clearly those of the examples. An input whose first
+        dimension counts all tokens with keys passes.
         """
         if training is None:
             training = (
@@ -275,11 +276,10 @@ class KeyedDropout(TorchFunctionMode):
     def _shape_of_one_number(self, name: str, shape: Sequence[int]) -> Sequence[int]:
         """Returns the sizes after the examples' dimensions of a shape, which must be all ones.
 
-        Raises ``ValueError`` where they are not, where the shape does not begin with the examples,
-        and for keys of tokens. ``name`` is that of torch's function, for the error. More numbers
-        than one for each example are refused:
-        ``torch.rand(rows, length)`` may well be a draw by position, which would change with
-        padding.
+        Raises ``ValueError`` where they are not, where the shape has no dimensions or does not
+        begin with the examples, and for keys of tokens. ``name`` is that of torch's function, for
+        the error. More numbers than one for each example are refused: ``torch.rand(rows, length)``
+        may well be a draw by position, which would change with padding.
         """
         num_dims = len(self._batch_shape)
         rest = shape[num_dims:]

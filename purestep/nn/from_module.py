@@ -57,8 +57,8 @@ def from_module(
     """Splits a module into the params that train and ``apply``, a pure function of them.
 
     Args:
-        module: never changed. ``apply`` sees values that you later write in place, but no later
-            change of mode, hooks or attributes.
+        module: never changed. ``apply`` sees values that you later write in place to tensors that
+            do not train, but no later change of mode, hooks or attributes.
         trainable: the parameters to train: a pattern of names (``"*.bias"``), or a function of name
             and parameter. None: those that require grad, as LoRA needs. A tied one matches by any
             name. At least one must be chosen.
@@ -86,8 +86,8 @@ def from_module(
 
     **Checks.** The first call checks the module. So do the first calls with other ``buffers``, with
     ``key``, with other keywords or flags, and under ``no_grad``. A call is refused, by
-    ``ValueError``, if it writes to a tensor of the module or of params, or assigns to a buffer. It
-    is also refused if it computes with a parameter of the module instead of params.
+    ``ValueError``, if it writes to a tensor of the module or of params, or assigns to a persistent
+    buffer. It is also refused if it computes with a parameter of the module instead of params.
     There is no check under a compiler: call ``apply`` once without it. Each call copies the objects
     that refer to the module, also in keys and sets. Closures of hooks are shared. A call may
     register a hook, for itself alone, if the first call with its keywords and flags does. Where a
@@ -178,7 +178,7 @@ def to_module(
     Other tensors of the module stay as they are. It needs ``buffers=`` if a part in training mode
     writes to its buffers, as BatchNorm does. Of a DTensor, this rank's part is written. Params may
     be those of ``from_module``, or those that ``ps.unshard`` makes full. A floating-point buffer is
-    converted to the module's dtype.
+    converted to the module's dtype, unless that is complex.
 
     Raises ``ValueError``, and writes nothing, for names that the module lacks, for other shapes or
     dtypes, and for shards or donated params. It also does so if a buffer that the module writes to
@@ -340,7 +340,7 @@ class Apply:
         Raises ``ValueError`` unless params have the names of ``from_module``'s, and for calls that
         ``from_module`` says are refused. It also does so for unknown names in ``buffers`` or
         ``frozen``, and if one that the call needs is missing. Raises ``TypeError`` if one of the
-        three is no mapping, or ``key`` no tensor of keys.
+        three is no mapping, or ``key`` is neither a tensor of keys nor ``PackedKeys``.
         """
         validation.check_names(
             "params",
@@ -522,8 +522,8 @@ class Apply:
     ) -> AbstractContextManager[object]:
         """Makes the context in which dropout draws from ``key``; with None, a null context.
 
-        Raises ``ValueError`` for a key if there are layouts of tensor parallelism, and
-        ``TypeError`` for a ``key`` that is no tensor of keys.
+        Raises ``ValueError`` for a key if there are layouts of tensor parallelism. Raises
+        ``TypeError`` unless ``key`` is a tensor of keys or ``PackedKeys``.
         """
         if key is None:
             return nullcontext()
@@ -544,11 +544,11 @@ class Apply:
 
 
 def name_tensors(module: Module, trained: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    """Returns all tensors that a module holds, each once, by name.
+    """Returns the tensors of a module and of containers in its attributes, each once, by name.
 
     First come ``trained``, then buffers, other parameters, and tensors in attributes and in
-    containers there. A tensor with several names has the first one. The weight that
-    ``spectral_norm`` computes from ``weight_orig`` is left out.
+    containers there. Those in sets and in other objects are left out. A tensor with several names
+    has the first one. The weight that ``spectral_norm`` computes from ``weight_orig`` is left out.
     """
     parameters = dict(module.named_parameters())
     candidates: list[tuple[str, Any]] = [

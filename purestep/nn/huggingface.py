@@ -26,7 +26,7 @@ class Models(NamedTuple):
 def models_of(module: Module) -> Models:
     """Returns the configs of the transformers models in a module, and the names of its arguments.
 
-    These are the arguments of the module's own ``forward``, in order. A model is known by its
+    These are the arguments of ``forward`` of the module's class, in order. A model is known by its
     class's ``base_model_prefix``; its config is None if it has none.
 
     >>> models_of(torch.nn.Linear(1, 1)).configs

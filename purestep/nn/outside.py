@@ -94,8 +94,9 @@ def _find_references(obj: Any) -> Iterable[Any]:
 def _find_references_of_function(function: FunctionType) -> list[Any]:
     """Returns a function's defaults, and the values of its closure and of globals that it names.
 
-    Of a module of Python among these, and of modules in it, they are the attributes that the
-    function names. Not all attributes: a hook that names torch would reach ``sys.modules``.
+    Of a module of Python in closure or globals, and of modules in it, they are the attributes that
+    the function names. Not all attributes: a hook that names torch would reach ``sys.modules``. A
+    module that is a default stays as it is.
     """
     references: list[Any] = [*(function.__defaults__ or ())]
     references += (function.__kwdefaults__ or {}).values()

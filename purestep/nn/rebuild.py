@@ -416,8 +416,9 @@ _RULES: dict[type, _Rule] = {
 def _parts_of(value: Any) -> list[tuple[Any, Any]]:
     """Returns what an object holds, each part after its key, attribute name or position.
 
-    A function that a compiler made holds its original. Classes, modules of Python, tensors,
-    numbers, texts, and objects without ``__dict__`` hold nothing.
+    A function that a compiler made holds its original. Classes, modules of Python, tensors, numbers
+    and texts hold nothing. Nor do objects without ``__dict__``, other than containers and types in
+    ``_RULES``.
     """
     cls = type(value)
     original = original_function(value)
@@ -466,15 +467,25 @@ def _constructor_of(value: Any) -> Callable[..., Any] | None:
 def _contents_of(cell: CellType) -> tuple[Any, ...]:
     """Returns a cell's content in a tuple, or an empty tuple.
 
-    It is empty unless the content is a module, a tensor, a function, or a method of one of these.
+    It is empty unless the content is a module, a tensor or a function. A method of one of these, or
+    a weak reference to one, is a content, too.
     """
-    try:
-        content = cell.cell_contents
-    except ValueError:  # Its variable is not assigned yet.
-        return ()
-    owner = content.__self__ if isinstance(content, MethodType) else content
+    content = _read_cell(cell)
+    owner = content
+    if isinstance(content, MethodType):
+        owner = content.__self__
+    elif isinstance(content, ref):
+        owner = content()
     # Not any object: a trainer, say, leads to all that the program has.
     return (content,) if isinstance(owner, Module | Tensor | FunctionType) else ()
+
+
+def _read_cell(cell: CellType) -> Any:
+    """Returns a cell's content; None if its variable is not assigned yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _parts_of_function(function: FunctionType) -> list[Any]:
@@ -497,14 +508,21 @@ class FunctionTemplate(NamedTuple):
 
     @staticmethod
     def of(function: FunctionType) -> FunctionTemplate:
-        """Makes a template of a function's code, global names, names and signature."""
+        """Makes a template of a function's code, global names, names and signature.
+
+        In the signature, ``...`` stands for each default, so that it holds no module.
+        """
+        parameters = []
+        for parameter in signature(function).parameters.values():
+            default = parameter.empty if parameter.default is parameter.empty else ...
+            parameters.append(parameter.replace(default=default))
         return FunctionTemplate(
             function.__code__,
             function.__globals__,
             function.__name__,
             function.__qualname__,
             tuple(function.__kwdefaults__ or ()),
-            signature(function),
+            Signature(parameters),
         )
 
 
@@ -539,35 +557,34 @@ class CopiedFunction:
         return function(*args, **kwargs)
 
 
-class _WeakMethod(NamedTuple):
-    """Holds a bound method of a module, without the module."""
+class _Weak(NamedTuple):
+    """Holds a module, or its method by this function, and does not keep the module alive.
 
-    function: Any
-    owner: ref[Module]
+    It is no plain weak reference, since a function may hold one of those itself.
+    """
+
+    module: ref[Module]
+    function: Any = None
 
 
 def _weakly(content: Any) -> Any:
-    """Returns a weak reference to a module, or to its bound method; any other content as it is."""
+    """Returns a module or its bound method as ``_Weak``, and any other content as it is."""
     if isinstance(content, Module):
-        return ref(content)
+        return _Weak(ref(content))
     if isinstance(content, MethodType) and isinstance(content.__self__, Module):
-        return _WeakMethod(content.__func__, ref(content.__self__))
+        return _Weak(ref(content.__self__), content.__func__)
     return content
 
 
 def _strongly(cell: CellType) -> CellType:
     """Returns a new cell of the module or method that a cell holds weakly; else the cell itself."""
-    try:
-        content = cell.cell_contents
-    except ValueError:
+    content = _read_cell(cell)
+    if not isinstance(content, _Weak):
         return cell
-    if isinstance(content, _WeakMethod):
-        return CellType(bind_method(content.function, content.owner()))
-    if isinstance(content, ref):
-        module = content()
-        if isinstance(module, Module):
-            return CellType(module)
-    return cell
+    module = content.module()
+    if content.function is None:
+        return CellType(module)
+    return CellType(bind_method(content.function, module))
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -579,11 +596,10 @@ def _is_plain_object(value: Any) -> bool:
     attributes = getattr(value, "__dict__", None)
     if cls in _RULES or not isinstance(attributes, dict):
         return False
+    # It fails for a subclass of a built-in type, such as dict, and for an abstract class.
     try:
         object.__new__(cls)
-    except (
-        TypeError
-    ):  # A subclass of a built-in type, such as dict, or an abstract class.
+    except TypeError:
         return False
     # Slots hold values that are not in ``__dict__``, and would be missing in a copy.
     return not any(getattr(base, "__slots__", ()) for base in cls.__mro__)

@@ -54,7 +54,10 @@ def members_of(cls: type) -> dict[str, Any]:
 
 
 def decorated_methods_of(cls: type) -> list[str]:
-    """Lists the methods of a class whose decorator has a closure, such as ``@torch.no_grad()``."""
+    """Lists the methods of a class whose decorator has a closure, such as ``@torch.no_grad()``.
+
+    Special methods, as ``__call__``, and decorators that set no ``__wrapped__`` are left out.
+    """
     names = []
     for name, member in members_of(cls).items():
         if not isinstance(member, FunctionType) or name.startswith("__"):

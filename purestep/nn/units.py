@@ -83,9 +83,10 @@ def find_units(
 ) -> list[UnitSpec]:
     """Returns the units of a module that have params, each param in the innermost unit around it.
 
-    A param that two parts share belongs to the innermost unit around both, if there is one. The
-    params of no unit are the root's, as are those that a partial or closure holds by itself.
-    ``tensors`` are those of the recipe, in its order.
+    A param that two parts share belongs to the innermost unit around both, if there is one. If two
+    units share a part that is a unit itself, the params of this part belong to the innermost unit
+    around both units. The params of no unit are the root's, as are those that a partial or closure
+    holds by itself. ``tensors`` are those of the recipe, in its order.
 
     Raises ``ValueError`` if ``units`` chooses no part, or one that is not called itself, as a
     ``ModuleList``. The module as a whole cannot be chosen. None gives an empty list. Raises
@@ -160,7 +161,9 @@ def _make_unit_predicate(units: Units) -> Callable[[str, Module], bool]:
 def _find_owners(module: Module, paths: Mapping[int, str]) -> dict[int, int]:
     """Returns, by a parameter's id, the id of the innermost unit that contains all of its places.
 
-    ``paths`` has the units' paths by id. Parameters that no unit contains are left out.
+    Units count only while they are the same at all places, from the outermost on. ``paths`` has the
+    units' paths by id. Parameters without such a unit are left out, as those of a unit that two
+    other units share.
     """
     # The units around each place of a parameter, the outermost first.
     around: dict[int, list[list[int]]] = {}
@@ -234,7 +237,8 @@ def install_units(
     DTensors, or go through ``pvary``, as ``wrap`` does.
 
     The backward pass gathers the shards again. With ``is_remat``, it also computes the unit again.
-    Without it, under transforms of ``torch.func``, the full params stay as tensors of the graph.
+    Under transforms of ``torch.func`` it does neither: the full params stay as tensors of the
+    graph.
 
     In a first call, ``frozen_names`` has, by storage, the names of tensors that must not be written
     to. While a unit runs, its full params are among them. In other calls it is None.
@@ -283,7 +287,8 @@ class _ShardedUnit(NamedTuple):
     def unshard(self, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
         """Returns the full params of these shards: a collective of the ranks of their axes.
 
-        Ranks later compare in which order units gather. An error gets a note that names the unit.
+        In a step, ranks that run their own programs later compare in which order units gather. An
+        error gets a note that names the unit.
         """
         axes = dict.fromkeys(shard.axis for shard in shards.values())
         process_axes = [axis for axis in axes if axis.is_multi_program]
@@ -342,8 +347,10 @@ def _call_unit(
 def _recompute(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> Any:
     """Gathers a unit's params, runs it, and keeps only its inputs for the backward pass.
 
-    The backward pass gathers the params and calls the unit again. With grad mode, raises
-    ``ValueError`` for a cache of keys and values, to which it would write twice.
+    The backward pass gathers the params and calls the unit again. Under transforms of
+    ``torch.func``, it does not: ``remat`` then keeps all, params too. With grad mode, raises
+    ``ValueError`` for a cache of keys and values as the keyword ``past_key_values``, to which the
+    unit would write twice.
     """
     if kwargs.get("past_key_values") is not None and torch.is_grad_enabled():
         raise ValueError(
@@ -361,9 +368,9 @@ def _recompute(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> An
 def _gather_again(unit: _ShardedUnit, module: Module, args: Any, kwargs: Any) -> Any:
     """Gathers a unit's params, runs it, and keeps no param: the backward pass gathers them again.
 
-    What else the backward pass needs is saved. Under transforms, in which autograd saves nothing,
-    params stay as tensors of the graph. Without grad mode, no backward pass follows. A checkpoint
-    around the unit runs all of this again.
+    What else the backward pass needs is saved. Under transforms, some of which refuse hooks on
+    saved tensors, params stay as tensors of the graph. Without grad mode, no backward pass follows.
+    A checkpoint around the unit runs all of this again.
     """
     # What a checkpoint computes again gathers again.
     is_saving = torch.is_grad_enabled() and not in_checkpoint()
@@ -401,7 +408,8 @@ class _GatheredAgain(NamedTuple):
         """Registers hooks that put params into the module while the backward pass runs there.
 
         So a checkpoint inside of the unit can call its parts again. After the unit, the module has
-        ``Absent`` again, and the params are freed.
+        ``Absent`` again, and the params are freed. But the params of a frozen unit stay in the
+        module if no input of the unit has a graph.
         """
         input_tensors = [*tensors_in(inputs)]
         passed_on = {id(tensor) for tensor in input_tensors}
@@ -437,7 +445,7 @@ class _GatheredAgain(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Describes a view of a full param, which the graph saves instead of the view."""
+    """Describes a view of a full param: the graph saves this description instead of the view."""
 
     unit: _GatheredAgain
     name: str
@@ -453,8 +461,9 @@ def _make_hooks(
 ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """Returns hooks that pack and unpack saved tensors, and keep no full param.
 
-    A view of a param is packed as a description. To unpack it, the params are gathered if they are
-    not yet. Other tensors go through the hooks that were active before.
+    A view in the param's dtype is packed as a description. To unpack it, the params are gathered if
+    they are not yet. Other tensors go through the hooks that were active before. A view in another
+    dtype is among them, and keeps its param.
     """
     names = {}
     for name, param in params.items():

@@ -156,7 +156,10 @@ def _shared_memory_error(param: str, other: str) -> ValueError:
 
 
 def find_written_buffers(module: Module) -> list[str]:
-    """Returns the names of buffers to which parts in training mode write, as BatchNorm does.
+    """Returns the names of buffers of parts in training mode that track running statistics.
+
+    BatchNorm writes to these. Parts that write without ``track_running_stats``, as
+    ``spectral_norm`` does, are not found.
 
     For a BatchNorm without running statistics, in any mode, the list has a text that is no buffer's
     name. Each call lacks it, so that each is refused; the text says why.

@@ -96,7 +96,7 @@ _OTHER_NAMES = {
 if not TYPE_CHECKING:  # A checker would take any name for defined.
 
     def __getattr__(name: str) -> NoReturn:
-        """Raises ``AttributeError``; for a name of optax, it says what stands for it here."""
+        """Raises ``AttributeError``; for ``_OTHER_NAMES``, it says what stands for them here."""
         text = f"module {__name__!r} has no attribute {name!r}"
         if name in _OTHER_NAMES:
             text += f": {_OTHER_NAMES[name]}"

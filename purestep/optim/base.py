@@ -81,8 +81,9 @@ class Optimizer(NamedTuple, Generic[StateT]):
     """Turns gradients into new params by pure functions.
 
     ``init(params)`` makes the state. ``update(grads, opt_state, params)`` returns new params and
-    state, by plain arithmetic that every transform and compiler follows. Where optax returns
-    updates to add, these are the params themselves.
+    state, by plain arithmetic that every transform and compiler follows; that of ``from_torch``
+    raises ``ValueError`` there. Where optax returns updates to add, these are the params
+    themselves.
 
     ``update_(grads, opt_state, params, applied)`` does the same in place, and is optional. It
     consumes gradients, state and params, and returns params and state in their own buffers. Where
@@ -282,8 +283,9 @@ def _clone_views_of(old_leaves: Sequence[Tensor], results: Tree) -> Tree:
 def mask_grads(grads: Tree, applied: Tensor) -> Tree:
     """Returns the gradients if the scalar ``applied`` is True, else zeros, as new tensors.
 
-    Everything computed from zeros is finite, whether it is selected or not. Derivatives need that:
-    a selection sends zeros into the other branch, and zero times infinity is NaN.
+    From zeros an optimizer computes finite values, unless it divides by them, as Adam does if
+    ``eps`` is 0. Derivatives need finite values, whether these are selected or not: a selection
+    sends zeros into the other branch, and zero times infinity is NaN.
     """
     return tree.map(lambda grad: torch.where(applied, grad, 0), grads)
 

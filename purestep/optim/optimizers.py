@@ -159,7 +159,7 @@ def adamw(
     too. Under transforms, plain arithmetic gives the same bits on the host, in vectors of sixteen
     elements. The last elements of a leaf, beyond these vectors, may differ by a rounding. On CUDA
     the kernel alone takes a schedule's rate in float32. With a ``weight_decay`` that is a tensor on
-    a device, no leaf uses the kernel.
+    a device, or with a hyperparameter that requires grad, no leaf uses the kernel.
 
     Adam is ``adamw(learning_rate, weight_decay=0.0)``. Raises ``ValueError`` for negative numbers,
     and unless ``b1`` and ``b2`` are below 1.

@@ -37,10 +37,10 @@ def evaluate_rate(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
 
 
 def check_rate(learning_rate: object) -> None:
-    """Raises TypeError unless this is a number, a tensor, or a function of the step.
+    """Raises TypeError unless this is a number, a scalar tensor, or a function of the step.
 
     Classes and torch's schedulers raise, too. So do modules, mappings, and the iterators and lists
-    of parameters that ``torch.optim`` takes. A single parameter is a tensor, and passes.
+    of parameters that ``torch.optim`` takes. A scalar parameter is a tensor, and passes.
     """
     if is_scheduler(learning_rate):
         raise TypeError(
@@ -49,11 +49,16 @@ def check_rate(learning_rate: object) -> None:
     if holds_parameters(learning_rate):
         raise TypeError(f"an optimizer {PARAMETERS_HINT}")
     is_class = isinstance(learning_rate, type)
-    is_number = isinstance(learning_rate, Real | Tensor)
+    is_number = isinstance(learning_rate, Real)
+    actual = type(learning_rate).__name__
+    if isinstance(learning_rate, Tensor):
+        # More numbers would be broadcast along the last dimension of each param.
+        is_number = learning_rate.ndim == 0
+        actual = f"a tensor of shape {tuple(learning_rate.shape)}"
     if is_class or not (is_number or callable(learning_rate)):
         raise TypeError(
             "learning_rate must be a number, a scalar tensor or a schedule, which is a function of "
-            f"the step, got {type(learning_rate).__name__}"
+            f"the step, got {actual}"
         )
 
 
@@ -85,7 +90,7 @@ def check_hyperparams(**hyperparams: object) -> None:
 def check_adam_decays(**decays: object) -> None:
     """Raises as ``check_hyperparams``, and ValueError for a number from 1 on.
 
-    Adam divides a mean by 1 less its decay.
+    Adam divides a mean by 1 less a power of its decay: at step t, the t-th.
     """
     check_hyperparams(**decays)
     for name, value in decays.items():
@@ -134,8 +139,8 @@ def linear_schedule(
 ) -> PlottedSchedule:
     """Moves from ``init_value`` to ``end_value`` in a straight line, then stays constant.
 
-    The line takes ``transition_steps`` updates. Raises ``ValueError`` unless that is a whole,
-    positive number. The schedule returns float64.
+    The line takes ``transition_steps`` updates. Raises ``ValueError`` for a number that is not
+    positive, or neither whole nor infinite. The schedule returns float64.
 
     >>> linear_schedule(0.0, 1.0, 4)(torch.tensor([0, 1, 4, 9])).tolist()
     [0.0, 0.25, 1.0, 1.0]
@@ -154,8 +159,8 @@ def cosine_decay_schedule(
 ) -> PlottedSchedule:
     """Moves from ``init_value`` to ``alpha * init_value`` along half a cosine, then stays constant.
 
-    The cosine takes ``decay_steps`` updates. Raises ``ValueError`` unless that is a whole,
-    positive number. The schedule returns float64.
+    The cosine takes ``decay_steps`` updates. Raises ``ValueError`` for a number that is not
+    positive, or neither whole nor infinite. The schedule returns float64.
 
     >>> cosine_decay_schedule(1.0, 2)(torch.tensor([0, 1, 2, 9])).tolist()
     [1.0, 0.5, 0.0, 0.0]
@@ -182,7 +187,7 @@ def warmup_cosine_decay_schedule(
     It starts at ``init_value``, in a straight line, and stays at ``end_value``. As in optax,
     ``decay_steps`` is the length of the whole schedule, the warm-up included. Both count updates.
     If ``peak_value`` is 0, it ends at 0, whatever ``end_value`` is. Raises ``ValueError`` unless
-    both are whole numbers, and 0 < ``warmup_steps`` < ``decay_steps``.
+    0 < ``warmup_steps`` < ``decay_steps``, and for numbers that are neither whole nor infinite.
 
     >>> schedule = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=1, decay_steps=3)
     >>> schedule(torch.tensor([0, 1, 2, 3])).tolist()
@@ -208,7 +213,8 @@ def join_schedules(
 
     The next one starts at the step of the boundary. All schedules are called at every step, but
     with steps of their intervals only. Raises ``ValueError`` unless there is one boundary between
-    each two schedules, and boundaries are whole numbers that increase from above 0.
+    each two schedules, and boundaries increase from above 0. It also does so for a boundary that is
+    a number, and neither whole nor infinite.
 
     >>> halves = [lambda step: 1.0 * step, lambda step: 5.0 * step]
     >>> join_schedules(halves, [2])(torch.arange(4)).tolist()
@@ -260,7 +266,7 @@ def _as_tensor(step: Tensor | float) -> Tensor:
 
 
 def _check_steps(name: str, steps: int) -> None:
-    """Raises ValueError unless the number of steps is whole and positive."""
+    """Raises ValueError unless the number of steps is positive, and as ``_check_whole`` does."""
     _check_whole(name, steps)
     if steps <= 0:
         raise ValueError(f"{name}={steps} must be positive")

@@ -68,10 +68,10 @@ def from_torch(
 
     Each update passes the state to torch and takes it back, so torch keeps nothing. Gradients are
     cast to the params' dtype, as torch needs. Under ``vmap``, ``grad``, ``jvp`` or
-    ``torch.compile``, or if an argument or ``lr`` requires grad, an update raises ``ValueError``:
+    ``torch.compile``, or if an argument or a rate requires grad, an update raises ``ValueError``:
     torch's in-place steps have wrong derivatives there. ``init`` raises ``ValueError`` for a
     ``Shard`` if the algorithm is not elementwise, and ``TypeError`` if its state has more than
-    tensors.
+    tensors and None.
 
     Args:
         algorithm: the class, such as ``torch.optim.RMSprop``. One whose step needs a closure or
@@ -115,11 +115,7 @@ def from_torch(
         if not isinstance(opt_state, TorchState):
             raise_mismatch(init, grads, opt_state, params)
         if not tree.is_plain_eager(grads, opt_state, params, lr):
-            raise ValueError(
-                f"torch.optim.{factory.name} steps in place, which a transform (vmap, grad, jvp, "
-                "torch.compile) cannot follow: its derivatives would be wrong without a word. "
-                f"Take {factory.alternative}"
-            )
+            raise in_place_error(factory)
         leaves, structure = tree.flatten(tree.detach(params))
         optimizer = factory.make_optimizer(leaves, opt_state.step)
         try:
@@ -143,6 +139,15 @@ def from_torch(
     return Optimizer(init, update, update_)
 
 
+def in_place_error(factory: OptimizerFactory) -> ValueError:
+    """Returns the error for a transform, or for an argument that requires grad."""
+    return ValueError(
+        f"torch.optim.{factory.name} steps in place, which a transform (vmap, grad, jvp, "
+        "torch.compile) cannot follow: its derivatives would be wrong without a word. "
+        f"Take {factory.alternative}"
+    )
+
+
 def check_not_differentiable(factory: OptimizerFactory) -> None:
     """Raises ValueError if the settings have ``differentiable=True``."""
     if factory.settings.get("differentiable"):
@@ -153,9 +158,10 @@ def check_not_differentiable(factory: OptimizerFactory) -> None:
 
 
 def check_algorithm(algorithm: Any) -> None:
-    """Raises TypeError unless this is a class of ``torch.optim.Optimizer`` that can be made pure.
+    """Raises TypeError unless this is a class of ``torch.optim.Optimizer``.
 
-    A class whose step needs a closure raises, and so does ``SparseAdam``.
+    A class whose step needs a closure raises, and so does ``SparseAdam``. Other classes pass, even
+    if their state is not made of tensors, for which ``init`` raises.
     """
     is_class = isinstance(algorithm, type)
     if not is_class or not issubclass(algorithm, torch.optim.Optimizer):
@@ -191,7 +197,7 @@ class OptimizerFactory:
 
     @property
     def alternative(self) -> str:
-        """Returns the text that names a pure optimizer instead, for errors under a transform."""
+        """Returns the text that names a pure optimizer instead, for errors about derivatives."""
         if self.name in PURE_NAMESAKES:
             return f"ps.optim.{PURE_NAMESAKES[self.name]}, which is plain arithmetic"
         return PURE_OPTIMIZERS
@@ -211,12 +217,16 @@ class OptimizerFactory:
         """Makes the ``torch.optim`` object of these leaves, with the learning rate of this step.
 
         The rate is a float, read on the host, unless ``fused`` or ``capturable`` is set. Without a
-        rate, the algorithm's default holds. If torch refuses leaves or settings by a ValueError, it
-        is raised again with a hint. Other errors of torch pass.
+        rate, the algorithm's default holds. A rate that requires grad raises ValueError. If torch
+        refuses leaves or settings by a ValueError, it is raised again with a hint. Other errors of
+        torch pass.
         """
         settings = dict(self.settings)
         if self.lr is not None:
             lr = evaluate_rate(self.lr, step)
+            # Of a schedule, only its result shows it.
+            if isinstance(lr, Tensor) and lr.requires_grad:
+                raise in_place_error(self)
             takes_tensor = settings.get("fused") or settings.get("capturable")
             settings["lr"] = lr if takes_tensor else float(lr)
         algorithm: Any = self.algorithm

@@ -114,9 +114,9 @@ class GradBuckets:
     of the axes, no bucket is launched before ``launch``, since ranks might mix them up. The same
     holds if a backend does not count collectives.
 
-    Leaves in ``scatter_specs`` are scattered. ``reduce_axes`` holds, by position, the axes over
-    which leaves are summed, after the scatter if there is one. A leaf without an axis there is not
-    summed. If ``reduce_axes`` is None, all leaves are summed over ``axis``.
+    Leaves in ``scatter_specs`` are summed and scattered. ``reduce_axes`` holds, by position, the
+    axes over which leaves are summed, after the scatter if there is one. A leaf without an axis
+    there has no such sum. If ``reduce_axes`` is None, all leaves are summed over ``axis``.
     """
 
     op = "psum_scatter"
@@ -241,9 +241,9 @@ class GradBuckets:
     def _add(self, index: int, total: Tensor) -> Tensor:
         """Copies the sum of a leaf into its bucket; stores in ``sums`` and returns a view of it.
 
-        A leaf in ``scatter_specs`` is packed into a row for each rank. It has no view: expanded
-        zeros of its shape are returned, and ``sums`` stays. The leaf is no longer pending in the
-        bucket.
+        A leaf in ``scatter_specs`` is packed into a row for each rank; to be gathered, into one
+        row. It has no view: expanded zeros of its shape are returned, and ``sums`` stays. The leaf
+        is no longer pending in the bucket.
         """
         bucket = self._bucket_of[index]
         bucket.pending.discard(index)
@@ -331,7 +331,7 @@ class GradBuckets:
 class _ShardBuckets(GradBuckets):
     """Gathers shards: after ``wait``, ``sums`` holds full tensors.
 
-    The first bucket is not smaller than others, because no backward pass runs meanwhile.
+    The first bucket is not smaller than others, because nothing is computed meanwhile.
     """
 
     op = "all_gather"
@@ -339,7 +339,7 @@ class _ShardBuckets(GradBuckets):
 
 
 class _FullBuckets(GradBuckets):
-    """Sums and scatters full gradients after a backward pass.
+    """Sums and scatters full gradients that a backward pass has computed, before it goes on.
 
     The first bucket is not smaller than others, because nothing is computed meanwhile.
     """

@@ -74,7 +74,8 @@ def _dtensor_from_local(local: Tensor, shard_spec: ShardSpec) -> Any:
 def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:
     """Replaces each DTensor over the axis by a ``Shard`` that shares its memory.
 
-    It is the inverse of ``to_dtensor``, for trees from ``distribute_tensor``, ``fully_shard`` and
+    It is the inverse of ``to_dtensor``, but a leaf that became a plain tensor there, such as a step
+    count, stays one. It also takes trees from ``distribute_tensor``, ``fully_shard`` and
     distributed checkpoints. A DTensor that is replicated, over any mesh, becomes a tensor. Both are
     detached; leaves that are no DTensor stay as they are. Raises ``ValueError`` for a DTensor of
     other placements, in pieces over several dimensions of a mesh, or over another axis.

@@ -72,8 +72,10 @@ def unshard(tree_: Tree) -> Tree:
     With ``gather="loss"``, call it inside ``ps.remat(block)``. The backward pass then gathers
     again, and only shards stay in memory. There, all ranks must gather the same params in the same
     order. The losses of each rank must depend on all that it gathers: add ``0 * w.sum()`` if they
-    may not. purestep compares the shapes and dtypes of what ranks gather, but not which tensors
-    they are. ``from_module(units=)`` does all of it for a module, and compares the units, too.
+    may not. purestep compares the number of elements and the dtype in each all-gather of the ranks,
+    but not which tensors they are. It compares nothing on an accelerator, with ``compile=``, or in
+    tensor parallelism. ``from_module(units=)`` does all of it for a module, and compares the units,
+    too.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)

@@ -202,8 +202,8 @@ class TreeFingerprint(NamedTuple):
 def fingerprint(name: str, value: Tree) -> TreeFingerprint:
     """Returns what ranks compare of a tree: a line for each leaf, then one for the containers.
 
-    Tensors count with dtype and shape, but without values; other leaves with their text. A shard
-    counts with the shape of the full tensor.
+    Tensors count with dtype and shape, but without values; strings with their text; other leaves
+    with their type alone. A shard counts with the shape of the full tensor.
 
     >>> fingerprint("params", {"w": torch.zeros(2)}).lines
     ("params['w']: torch.float32 of shape (2,)", "the structure {'w': *}")

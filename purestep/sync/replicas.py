@@ -85,8 +85,8 @@ def check_replicas(params: Params, axis: Axis, sums: GradSums) -> bool:
 
     It compares the ranks of each axis over which params are sharded, but tokens are not split. Axes
     whose ranks run one program are left out. Compared are N, the loss, and the gradients of params
-    that this axis does not shard. ``sums`` are those over ``axis``, the axis of the step. All ranks
-    call this together, and all of them raise.
+    that are not sharded over the compared axis. ``sums`` are those over ``axis``, the axis of the
+    step. All ranks call this together, and all of them raise.
 
     Returns False if equal sums show nothing yet. That is so without tokens, if a loss is not
     finite, or if a compared gradient is zero or not finite. Otherwise returns True, also where

@@ -149,7 +149,8 @@ class SPMDSession:
     ) -> TokenCounts:
         """Returns the sum of all ranks' counts, by ``psum``, under any transform; compares nothing.
 
-        Raises ``ValueError`` if this rank of a compiled step has no microbatch.
+        Raises ``ValueError`` if this rank has no microbatch, in a compiled step over a
+        ``ProcessAxis``.
         """
         if self.axis.is_multi_program and not num_microbatches:
             raise ValueError(

@@ -77,9 +77,10 @@ def compute_bound(
     For a model other than ``Linear`` the bounds are estimates. Raises ``AssertionError`` if there
     are too many roundings.
 
-    In a coarse dtype all numbers are exact before the step. So a param has the bound of one
-    rounding of its start. A report has that of a sum over tokens: a huge number, in place of an
-    error, for too many roundings.
+    In a coarse dtype a param has the bound of one rounding of its start. That is enough where all
+    numbers are exact before a single step; later updates and other roundings may exceed it. A
+    report has the bound of a sum over tokens: a huge number, in place of an error, for too many
+    roundings.
     """
     if isinstance(problem.model, Linear):
         majorants = _linear_majorants(problem, batches)
@@ -120,9 +121,10 @@ def bound_relative_error(
 ) -> float:
     """Returns γₙ, where n is the number of roundings in a row in a run; 1 in a coarse dtype.
 
-    In a coarse dtype, numbers are exact before the step, so a param is rounded once. Reports
-    have another bound there. ``tokens`` is how many tokens its updates sum in all, padding
-    included. Raises ``AssertionError`` if n roundings have no bound in the dtype.
+    In a coarse dtype, that is enough for a param where all numbers are exact before a single step.
+    Other roundings are not counted there, and reports have another bound. ``tokens`` is how many
+    tokens its updates sum in all, padding included. Raises ``AssertionError`` if n roundings have
+    no bound in the dtype.
     """
     if capabilities.is_coarse:
         return rounding_bound(1, capabilities.dtype)

@@ -30,7 +30,8 @@ class TrainerLaw:
         draw_case: draws a case of one of the ``parts`` for a trainer.
         is_able: whether the law can be put to a trainer.
         obstacle: why it cannot be put to one that is not able.
-        claim: whether two runs agree to the bit; ``DisagreementError`` where they do not agree.
+        claim: whether the law holds to the bit in a case; ``DisagreementError`` where it does not
+            hold.
         parts: names of the kinds of cases, each of which gets a verdict.
     """
 

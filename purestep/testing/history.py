@@ -85,7 +85,8 @@ def draw_joined_updates(
 
     If ``capabilities.is_bounded``, an update of one microbatch gets a copy of it. With ``by_rows``,
     the first run has both as rows of one microbatch. With ``is_uneven``, the second run on one rank
-    cuts the microbatches of other updates into rows. A task with a model gets no updates.
+    cuts the microbatches of other updates into rows. It leaves those whole that have a row without
+    weight. A task with a model gets no updates.
 
     Otherwise rounding in several updates has no bound, and gradients must have the same bits in
     both runs. So ``_draw_copies`` draws all updates. The microbatches of one are copies of one
@@ -137,7 +138,7 @@ def draw_padded_updates(draw: Draw, capabilities: Capabilities, size: int) -> Hi
 
 
 def _pad_batch(draw: Draw, capabilities: Capabilities, batch: Batch) -> Batch:
-    """Returns a batch with rows and columns of weight 0 drawn into it."""
+    """Returns a batch with rows, columns or both of weight 0 drawn into it."""
     task = capabilities.task
     num_rows, length = task.weights(batch).shape
     layout: Layout = [[Part(range(num_rows))]]

@@ -100,7 +100,7 @@ def render_report(trainer: str, command: str, verdicts: Sequence[PartVerdict]) -
     Args:
         trainer: its name, for the title.
         command: that gives the verdicts.
-        verdicts: on the parts of all laws.
+        verdicts: on the parts of each law that was judged.
     """
     failures = [item for item in verdicts if item.verdict.case is not None]
     sections = [_render_failure(item) for item in failures]

@@ -132,7 +132,7 @@ class JaxTrainer:
         """Returns one observation: the params, copied to tensors, and the last update's reports.
 
         These are floats, or None. Raises ``TypeError`` for a report that ``Observation`` has no
-        field for.
+        field for, and for one that is no single number, such as "averages".
         """
         params = {name: _to_tensor(p) for name, p in self._params.items()}
         reported = {

@@ -88,8 +88,8 @@ def run_laws(
     """Returns a verdict for each law. A law says "refuses" only where no number is wrong.
 
     Raises ``ValueError`` for an unknown law, for less than one case, and for a dtype that rounds
-    too much to be judged. Raises ``TypeError`` for an object without ``capabilities``, and for a
-    class.
+    too much to be judged. It also does for ranks below 1 or unknown weights in ``capabilities``.
+    Raises ``TypeError`` for an object without ``capabilities``, and for a class.
 
     Args:
         trainer: what is judged.
@@ -190,7 +190,7 @@ def law_tests(
 
 
 class _Refusal(NamedTuple):
-    """Holds a case in which a trainer raised an exception, and its cause."""
+    """Holds a case in which a claim raised ``RefusalError``, and the error's text."""
 
     case: Case
     reason: str

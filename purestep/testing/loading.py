@@ -14,9 +14,9 @@ def load_trainer(path: str, laws: Names) -> Any:
     """Returns the object that a path ``module:trainer`` names; imports the module.
 
     It calls a class, or an object without ``update``, and returns the result. Raises ``ValueError``
-    for a path of another form, for unknown laws, and for a dtype that rounds too much to be judged.
-    Raises ``TypeError`` for an object that is no trainer, and that cannot be called without
-    arguments. What the module or the call raises passes through.
+    for a path of another form, for unknown laws, and for capabilities that ``run_laws`` refuses.
+    Raises ``TypeError`` for an object that is no trainer and does not make one, or that cannot be
+    called without arguments. What the module or the call raises passes through.
     """
     module, _, name = path.partition(":")
     if not module or not name or module.endswith(".py"):

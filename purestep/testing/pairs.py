@@ -302,8 +302,8 @@ def draw_interrupted(
     above 0, batches have "key", and the linear model has dropout. The model of a task stays as it
     is.
 
-    Params and averages are always compared. With ``act`` the evaluation is, too. Without it all
-    reports are, unless an interruption comes last.
+    The case's ``reports`` name what ``agree`` compares besides params and averages. With ``act``
+    that is the evaluation. Without it these are all reports, or none if an interruption comes last.
     """
     capabilities = trainer.capabilities
     keyed = dropout > 0

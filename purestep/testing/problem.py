@@ -142,9 +142,9 @@ def causal_lm(model: nn.Module) -> Task:
     """Makes a task of next tokens, for ``model(input_ids=, attention_mask=).logits``.
 
     The model must also have ``get_input_embeddings``, as in transformers. A batch has
-    ``input_ids``, ``attention_mask`` and ``labels``, all of shape (rows, length). Labels are -100
-    where nothing counts, and the logits of one position are about the label of the next. The task
-    starts from ``model``.
+    ``input_ids``, ``attention_mask`` and ``labels``, all of shape (rows, length). Labels of -100
+    do not count, nor does the first label of a row, whatever it is. The logits of one position are
+    about the label of the next. The task starts from ``model``.
     """
     # Each dimension is summed once forward and twice backward; the rest takes a few for each leaf.
     roundings = [3 * sum(p.shape) + 16 for p in model.parameters()]

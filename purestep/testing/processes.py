@@ -33,7 +33,7 @@ class World:
     Args:
         size: how many ranks.
         timeout: the seconds that ``run`` may take.
-        strict: whether a warning in a rank is an error.
+        strict: whether a warning in a rank is an error. Two warnings of torch's are ignored.
         imported: modules that all ranks have imported, at the cost of one. The first world decides.
     """
 
@@ -84,7 +84,8 @@ class World:
         """Calls ``function(rank, *args of this rank)`` on every rank.
 
         Each of ``args`` has a value for each rank. Function and arguments are pickled. Returns, in
-        order of rank, what each call returns or raises, or a ``DeadRankError``. A rank that raises
+        order of rank, what each call returns or raises, or a ``DeadRankError``. A ``RuntimeError``
+        stands for an exception that cannot be pickled, with its text. A rank that raises
         ends, as a program would. The next run then starts new processes for all ranks.
 
         Raises ``ValueError`` if ``args`` have another length than there are ranks. Raises
@@ -165,7 +166,7 @@ def _serve(
 
     If a function raises or cannot be loaded, it sends the exception, with its traceback as a note,
     and ends the process. So it does if the result cannot be pickled. With ``strict``, warnings are
-    errors. In this process torch computes on one thread.
+    errors, but for two of torch's. In this process torch computes on one thread.
     """
     torch.set_num_threads(1)
     dist.init_process_group(

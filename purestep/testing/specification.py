@@ -22,7 +22,8 @@ def spec(
 
     The loss is the weighted mean of ``loss_fn(params, batch)``, one loss per weight, with weights
     in float64. Returns a tuple: what ``update(grads, opt_state, params)`` returns, the gradients,
-    and the loss before the update. Without weight, loss and gradients are NaN.
+    and the loss before the update. Without weight, the loss is NaN, and so are the gradients of the
+    elements that it depends on. The gradients of all other elements are 0, as they always are.
     """
     weights = batch["w"].to(torch.float64)
     leaves, spec_of_params = optree.tree_flatten(params)

@@ -26,7 +26,8 @@ class ThreadAxis(ProcessAxis):
     For tests of what ``VmapAxis`` cannot run: ranks with different numbers of microbatches, and
     ranks that go wrong. They meet in their collectives. Where one calls another collective, or
     another shape or dtype, or has ended, there is no hang. Every rank that takes part gets an error
-    at once, which names ranks and calls.
+    at once, which names ranks and calls. Ranks that wait for each other over different axes get
+    theirs when no rank computes any more.
 
     As between processes, the first collective of each rank over an axis meets the first of the
     others, and so on. Gradients are reduced while others are still computed. Several threads may
@@ -353,7 +354,8 @@ class _Collective:
 class _Run:
     """Shares between the threads of one ``map`` their collectives, and which ranks wait or ended.
 
-    A rank whose collective cannot be completed any more gets an error at once, instead of a hang.
+    A rank gets an error, instead of a hang, if its collective cannot be completed any more. It
+    comes at once if calls differ or a missing rank has ended, else when no rank computes any more.
     """
 
     def __init__(self, size: int) -> None:

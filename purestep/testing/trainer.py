@@ -48,8 +48,8 @@ class Capabilities(NamedTuple):
     def is_coarse(self) -> bool:
         """Returns True unless the dtype is float64 or float32.
 
-        In a coarse dtype errors could hide in rounding, so that all numbers of cases are chosen
-        exact.
+        In a coarse dtype errors could hide in rounding. So a ``Linear`` and its batches get numbers
+        that the dtype holds exactly. Learning rate, momentum and weight decay may round.
         """
         return self.dtype not in (torch.float64, torch.float32)
 

@@ -140,7 +140,7 @@ class Watch:
         return changed
 
     def end(self) -> None:
-        """Puts all global state back as it was before ``Watch(seed)``."""
+        """Puts the global state that ``STATE`` lists back as it was before ``Watch(seed)``."""
         for name, state in STATE.items():
             state.write(self._original[name])
 

@@ -209,8 +209,8 @@ def microbatches(
     the rows.
 
     Most numbers are integers. Where the rows' weights may differ, their sum is often rounded up to
-    a power of two, so that nothing rounds. In other batches numbers may round: exact ones would
-    hide the dtype in which a trainer computes.
+    a power of two. A division of integers by it is then exact. Other numbers may round: exact ones
+    would hide the dtype in which a trainer computes.
 
     If ``capabilities.is_coarse``, there are few tokens, all with weight 1 or 0: ``most_rows`` and
     ``most_length`` are then 2, whatever is passed. The number of tokens with weight 1 is a power of

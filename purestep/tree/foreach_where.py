@@ -29,7 +29,8 @@ INTEGERS = {
 def select_by_bits(old: list[Tensor], new: list[Tensor], condition: Tensor) -> None:
     """Writes ``new``, cast to the dtypes of ``old``, over ``old`` if the condition is True.
 
-    It takes three foreach calls for each dtype and device. The condition and casts take a few more.
+    ``new`` must not share memory with ``old``: both would become 0. It takes three foreach calls
+    for each dtype and device. The condition and casts take a few more.
     """
     for group in foreach.group_by_kind(old):
         old_column = [old[index] for index in group]

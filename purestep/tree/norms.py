@@ -174,8 +174,9 @@ def _norm(x: Tensor) -> Tensor:
 def all_finite(tree: Tree) -> Tensor:
     """Returns whether all leaves are finite, as a scalar; of a ``Shard``, on all its axis's ranks.
 
-    It is True without leaves. No leaf may be complex. With a ``Shard`` it is a collective: each
-    rank of the axis calls it.
+    It is True without leaves. No leaf may be complex. On a device, leaves must be floating-point,
+    as integers and bools have no norm. With a ``Shard`` it is a collective: each rank of the axis
+    calls it.
 
     >>> all_finite({"w": torch.tensor([1.0, float("nan")])}), all_finite({})
     (tensor(False), tensor(True))

@@ -26,15 +26,17 @@ class Shard:
     structure holds the axis. Norms, ``tree.all_finite``, clipping, ``grad_norm`` and skips
     therefore sum over it.
 
-    If the axis is that of the step, the loss sees the full tensor, or with ``gather="loss"`` the
-    ``Shard``. Over another axis it sees the local tensor: tensor parallelism. ``ps.shard`` shards
-    full tensors, and ``ps.unshard`` gathers them.
+    If the axis is that of the step, or some of its dimensions, the loss sees the full tensor, or
+    with ``gather="loss"`` the ``Shard``. Over an axis that does not split tokens it sees the local
+    tensor: tensor parallelism. ``ps.shard`` shards full tensors, and ``ps.unshard`` gathers them.
 
     A ``Shard`` may be in a ``Shard``: ``ps.shard(params, dp)`` of params that are sharded over tp.
     Each rank then holds, over dp, a part of its part over tp. The step's axis is the inner one.
 
     Raises ``TypeError`` unless ``axis`` is an axis object. Raises ``ValueError`` if the full tensor
     has no dimension ``dim``, or if an inner ``Shard`` does not have the shape of this rank's part.
+    A ``Shard`` around another one also raises it where ranks run one program, and their number does
+    not divide the dimension.
 
     Args:
         local: this rank's part of the tensor, or a ``Shard`` of that part.

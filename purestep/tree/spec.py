@@ -30,10 +30,11 @@ TreeSpec: TypeAlias = Any
 def flatten(
     tree: Tree, is_leaf: Callable[..., bool] | None = None
 ) -> tuple[list[Any], TreeSpec]:
-    """Returns the leaves from left to right, with dict keys sorted, and the ``TreeSpec``.
+    """Returns the leaves from left to right, and the ``TreeSpec``.
 
-    ``unflatten`` builds the tree again. Nodes for which ``is_leaf(node)`` is True are leaves, too.
-    None is a container without leaves.
+    The keys of a plain dict are sorted; an ``OrderedDict`` keeps its order. ``unflatten`` builds
+    the tree again. Nodes for which ``is_leaf(node)`` is True are leaves, too. None is a container
+    without leaves.
 
     >>> flatten({"b": 2, "a": [1]})[0]
     [1, 2]
@@ -46,8 +47,8 @@ def flatten(
 def unflatten(spec: TreeSpec, leaves: Sequence[Any]) -> Tree:
     """Builds a tree from its ``TreeSpec`` and leaves: the inverse of ``flatten``.
 
-    The leaves are in the order of ``flatten``, in which the keys of a dict are sorted. The new dict
-    has its keys in their old order. Raises ValueError for another number of leaves.
+    The leaves are in the order of ``flatten``, in which the keys of a plain dict are sorted. The
+    new dict has its keys in their old order. Raises ValueError for another number of leaves.
 
     >>> unflatten(flatten({"b": 2, "a": [1]})[1], [3, 4])
     {'b': 4, 'a': [3]}
@@ -288,6 +289,9 @@ def mappings_to_dicts(tree: Tree) -> Tree:
 
 def paths(tree: Tree, name: str) -> list[str]:
     """Returns for each leaf the Python expression that selects it from a tree called ``name``.
+
+    A child of a class that is registered without ``path_entry_type`` may be written as
+    ``[<flat index 0>]``, which is no Python.
 
     >>> paths({"layers": [1, 2]}, "params")
     ["params['layers'][0]", "params['layers'][1]"]

@@ -189,7 +189,11 @@ def build_container(node: Node, children: Sequence[Any]) -> Any:
 
 
 def format_node(node: Node) -> str:
-    """Formats a node for messages, with stars for its leaves, as optree formats its specs."""
+    """Formats a node for messages, with stars for its leaves.
+
+    Dicts, lists, tuples, NamedTuples and None are formatted as optree formats them. Any other class
+    is its name with the entries of its children, as in ``Shard(local=*)``.
+    """
     if node is None:
         return "*"
     node_type, _, names, children, _ = node
@@ -210,7 +214,7 @@ def format_node(node: Node) -> str:
 
 
 def is_same_node(one: Node, other: Node) -> bool:
-    """Returns whether two trees have the same containers; dicts may differ in the order of keys."""
+    """Returns whether two trees have the same containers; plain dicts in any order of keys."""
     if one is None or other is None:
         return one is other
     node_type, metadata, names, children, _ = one

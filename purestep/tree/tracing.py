@@ -18,9 +18,10 @@ from purestep.types import Tree
 def is_plain_eager(*trees: Tree) -> bool:
     """Returns whether no compiler, transform or autograd sees what is done with these trees.
 
-    Only then may code write to a buffer, or call a kernel that no transform knows. It is False if
-    any leaf requires grad, also under ``torch.no_grad()``. Without trees, only compilers,
-    transforms and forward-mode derivatives count.
+    Only then may code call a kernel that no transform knows. To write to a buffer, ``can_write`` is
+    enough, which a compiler's trace leaves True. ``is_plain_eager`` is False if any leaf requires
+    grad, also under ``torch.no_grad()``. Without trees, only compilers, transforms and forward-mode
+    derivatives count.
 
     >>> is_plain_eager({"w": torch.ones(2)}), is_plain_eager(torch.ones(2, requires_grad=True))
     (True, False)
