@@ -126,7 +126,9 @@ def with_weights(
 
 
 def describe_microbatch(microbatch: Microbatch) -> str:
-    """Describes a microbatch for an error: its keys, its length, or a tensor's dtype and shape.
+    """Describes a microbatch for an error: a mapping's keys, or a tensor's dtype and shape.
+
+    A list or tuple is described by its length, and anything else by its type.
 
     >>> describe_microbatch({"x": 1}), describe_microbatch(torch.ones(2))
     ("a mapping with ['x']", 'a tensor, torch.float32 of shape (2,)')

@@ -234,7 +234,7 @@ def annotate_backward_errors() -> Iterator[None]:
 def annotate_swapped_arguments(
     init: Any, params: Params, opt_state: OptState
 ) -> Iterator[None]:
-    """Adds a note to an error of this context if params and opt_state are swapped, and raises it.
+    """Raises an error of this context again, with a note if params and opt_state are swapped.
 
     They are swapped if the optimizer's ``init(opt_state)`` matches params.
     """

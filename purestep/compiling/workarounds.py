@@ -133,13 +133,14 @@ def _copy_returned_inputs(graph: Graph) -> None:
 
 
 def isolate_writes(graph: Graph) -> None:
-    """Makes each write to a part one to a copy, and copies its result on the CPU, in place.
+    """Rewrites a graph, in place, so that each write to a part of a tensor is to a copy of it.
 
-    A tensor made by ``aten.full`` is not copied before the write. If an operation in
-    ``GRADIENTS_OF_VIEWS`` writes to such a tensor, the result is not copied either.
+    The result of such a write is copied, too, if it lies on the CPU. A tensor made by ``aten.full``
+    is not copied before the write. If an operation in ``GRADIENTS_OF_VIEWS`` writes to such a
+    tensor, the result is not copied either.
 
-    Inductor makes of such a write a loop that writes to the memory of the tensor, and loses three
-    gradients in silence (torch 2.13):
+    Inductor makes of such a write a loop that writes to the memory of the tensor, and gets three
+    gradients wrong in silence (torch 2.13):
 
     * That of ``y[:, i] = 0; y.sum()`` begins as an expanded tensor, many elements of which are one.
     * In ``y[h > 0] = 0``, a loop may read h after it was written over. A copy has no other reader.

@@ -101,7 +101,8 @@ def sample_groups(steps: int) -> list[Group]:
     """Draws 12 of asyncio's docstrings for each update, with replacement; returns a list of groups.
 
     An example has the first 64 bytes as tokens, their labels, and a key. The key depends on the
-    run's key and on the docstring's number in the run. Each call draws the same.
+    run's key and on the example's number in the run, so a docstring drawn twice gets two keys. Each
+    call draws the same.
     """
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(stdlib.glob("asyncio/*.py"))

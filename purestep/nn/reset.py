@@ -152,7 +152,7 @@ def _reset_part(
 
 
 def _own_parameters(part: Module) -> Sequence[Parameter]:
-    """Returns the parameters that a part itself holds, and that have memory."""
+    """Returns the parameters that a part itself holds, and that are not on "meta"."""
     return [p for p in part.parameters(recurse=False) if not p.is_meta]
 
 

@@ -482,9 +482,9 @@ def split_by_size(columns: Columns) -> Iterator[Columns]:
 def widen_grads(grads: list[Tensor], others: Columns) -> list[Tensor]:
     """Casts a column of gradients, which share a dtype, to float32 at least.
 
-    Gradients in float32 or float64 are returned as they are. Narrower ones get the dtype of the
-    first column of ``others``, params and slots, in float32 or float64. Without one, they get
-    float32.
+    Gradients in float32 or float64 are returned as they are. ``others`` are params and slots.
+    Narrower gradients get the dtype of the first of these columns that is in float32 or float64.
+    Without such a column, they get float32.
     """
     if grads[0].dtype in WIDE_DTYPES:
         return grads

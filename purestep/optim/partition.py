@@ -214,7 +214,7 @@ def join_states(
 ) -> OptState:
     """Joins the states of all shares: to a dict by label, or to a tuple for Transforms.
 
-    The states of Transforms may hold no tensors, as those of ``add_decayed_weights``.
+    Some Transforms have a state without tensors, such as ``add_decayed_weights``.
     """
     if is_transform:
         return tuple(states)

@@ -187,7 +187,7 @@ def warmup_cosine_decay_schedule(
     It starts at ``init_value``, in a straight line, and stays at ``end_value``. As in optax,
     ``decay_steps`` is the length of the whole schedule, the warm-up included. Both count updates.
     If ``peak_value`` is 0, it ends at 0, whatever ``end_value`` is. Raises ``ValueError`` unless
-    0 < ``warmup_steps`` < ``decay_steps``, and for numbers that are neither whole nor infinite.
+    0 < ``warmup_steps`` < ``decay_steps``, and if one of these two is neither whole nor infinite.
 
     >>> schedule = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=1, decay_steps=3)
     >>> schedule(torch.tensor([0, 1, 2, 3])).tolist()

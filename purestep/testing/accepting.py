@@ -81,9 +81,9 @@ def read_accepted(path: Path) -> dict[str, str]:
 def write_accepted(path: Path, verdicts: Sequence[PartVerdict]) -> None:
     """Writes the failures among the verdicts, each as a line that ``read_accepted`` reads.
 
-    Of an older file it keeps comments, and lines about parts that are not among the verdicts. It
-    also keeps the line of a failure that still occurs with the same status, and the comment behind
-    it. Lines of the other failures follow, each with its reason, shortened.
+    Of an older file it keeps lines that are comments, and lines about parts that are not among the
+    verdicts. It also keeps the line of a failure that still occurs with the same status, and the
+    comment behind it. Lines of the other failures follow, each with its reason, shortened.
     """
     failures = {}
     for item in verdicts:

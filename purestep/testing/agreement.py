@@ -162,7 +162,8 @@ def _find_disagreement(
 ) -> DisagreementError | None:
     """Returns the error of the first rank of either run that is not as expected, or None.
 
-    Each value may be off by ``bound``, so that two may be twice as far apart. The second run counts
+    Each run is compared with ``expected``, and not with the other one. A value and the expected one
+    may each be off by ``bound``, so they may be twice as far apart. The second run counts
     ``case.scale`` times as many tokens.
     """
     try:

@@ -53,7 +53,10 @@ class Draw:
         return draws
 
     def order(self, items: Sequence[T]) -> list[T]:
-        """Returns the items in an order that it draws; without ``rng`` or choices, as they are."""
+        """Returns the items in an order that it draws.
+
+        With neither ``rng`` nor choices, that is the order of ``items``.
+        """
         rest = list(items)
         ordered = []
         while rest:

@@ -118,8 +118,8 @@ class JaxTrainer:
     def update(self, group: Group) -> None:
         """Pads the microbatches of the only rank, and calls the pure update on them.
 
-        Its results replace params and state. ``observe`` returns what it reports, if it does.
-        Raises ``ValueError`` for a microbatch that is larger than all sizes.
+        Its results replace params and state. What the pure update reports, if anything, is kept for
+        ``observe``. Raises ``ValueError`` for a microbatch that is larger than all sizes.
         """
         (microbatches,) = group
         padded = self._pad(microbatches)

@@ -290,7 +290,7 @@ def _has_mask(capabilities: Capabilities) -> bool:
 def _draw_empty(parts: Sequence[Draw], difference: str) -> list[bool]:
     """Draws which microbatches are empty: none, unless ``difference`` is "empty ones".
 
-    Then some of two or more microbatches are, but not all.
+    Of two or more microbatches, some then are, but not all. A single one is empty or not, by draw.
     """
     if difference != "empty ones":
         return [False] * len(parts)

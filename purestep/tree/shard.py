@@ -79,7 +79,8 @@ class Shard:
     def _check_inner(self, inner: Shard) -> None:
         """Raises ValueError unless the inner ``Shard`` has the shape of this rank's part.
 
-        Where ranks run one program, it also raises if the part is padded.
+        Where ranks run one program, it also raises unless their number divides the sharded
+        dimension: some parts would be padded.
         """
         spec = self.spec
         part_shape = spec.local_shape
