@@ -1,9 +1,10 @@
 """Modules that were compiled before, and modules that look their parts up by identity."""
 
+import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -76,8 +77,13 @@ def test_what_was_compiled_before_computes_with_params(
         assert_close(params[name] - new[name], grad)
 
 
+SCALES: Any = {}
+
+
 class ByIdentity(nn.Module):
     """Finds its layers, and a weight, by identity."""
+
+    scales: ClassVar[dict[Any, float]] = {}
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -92,6 +98,10 @@ class ByIdentity(nn.Module):
         self.by_id = {id(first.weight): 3.0}
         self.ids = {id(first), 1}
         self.number = id(first)
+        self.counter = Counter({first: 3, second: 1})
+        scales: dict[Any, float] = {first: 3.0}
+        self.scale_of = lambda layer: scales.get(layer, 1.0)
+        SCALES[first] = self.scales[first] = 3.0
 
     def factor(self, layer: Any) -> float:
         """Returns 3 for the first layer and 1 for the second."""
@@ -99,6 +109,14 @@ class ByIdentity(nn.Module):
             return self.scale[layer]
         if self.way == "defaultdict":
             return self.default.get(layer, self.default["another"])
+        if self.way == "Counter":
+            return self.counter[layer]
+        if self.way == "closure":
+            return self.scale_of(layer)
+        if self.way == "global":
+            return float(SCALES.get(layer, 1.0))
+        if self.way == "class":
+            return self.scales.get(layer, 1.0)
         if self.way == "id of a weight":
             return self.by_id.get(id(layer.weight), 1.0)
         return 3.0 if self.is_first(layer) else 1.0
@@ -130,6 +148,10 @@ class ByIdentity(nn.Module):
         "id of a weight",
         "set of ids",
         "id in an attribute",
+        "Counter",
+        "closure",
+        "global",
+        "class",
     ],
 )
 def test_parts_are_found_by_identity(way: str) -> None:
@@ -299,6 +321,34 @@ def test_a_hook_that_raises_leaves_the_modules_own_keys() -> None:
     assert features == {layer: 2}
 
 
+def test_calls_at_once_of_a_module_with_such_a_dict_are_refused() -> None:
+    """In other threads, and inside of a call: one would look up the layers of the other."""
+    module = network()
+    scales: dict[Any, float] = {module[0]: 3.0}
+    inner: list[str] = []
+
+    def scale(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if not inner:
+            thread = threading.Thread(target=call_again)
+            thread.start()
+            thread.join(timeout=30)
+        return output * scales[layer]
+
+    def call_again() -> None:
+        inner.append("began")
+        with pytest.raises(RuntimeError, match="let the keys be names"):
+            apply(params, X)
+        inner.append("refused")
+
+    module[0].register_forward_hook(scale)
+    params, apply = ps.from_module(module)
+    output = apply(params, X)
+    assert inner == ["began", "refused"]
+    assert torch.equal(output, module(X))
+    assert [*scales] == [module[0]]
+    assert torch.equal(apply(params, X), output)
+
+
 def test_texts_among_the_arguments_are_not_kept_for_ever() -> None:
     """Each prompt would be another signature of a call, which is checked and remembered."""
 
@@ -317,7 +367,7 @@ def test_a_hook_that_names_torch_reaches_none_of_its_dicts() -> None:
     module = network()
     module[1].register_forward_hook(lambda layer, args, output: torch.relu(output))
     _, apply = ps.from_module(module)
-    assert vars(apply)["_mappings"] == []
+    assert vars(apply)["_rekeying"].mappings == []
 
 
 def test_a_hook_that_names_a_module_reaches_the_dict_that_it_names() -> None:

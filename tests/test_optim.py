@@ -587,6 +587,15 @@ def test_what_is_refused(call: Any, error: type[Exception], message: str) -> Non
         call()
 
 
+@pytest.mark.parametrize("rate", [torch.tensor([0.1, 0.2]), None, "0.1", 1j])
+def test_what_a_schedule_must_not_return(rate: Any) -> None:
+    params = torch.ones(2)
+    optimizer = optim.sgd(lambda step: rate)
+    state = optimizer.init(params)
+    with pytest.raises(TypeError, match="a schedule must return a number or a scalar"):
+        optimizer.update(params, state, params)
+
+
 @pytest.mark.parametrize("x", [0.0, 4.0, INF, NAN, -1.0])
 def test_roots_are_torchs(x: float) -> None:
     """A state that is not finite stays so, as on a device."""

@@ -280,9 +280,10 @@ class Apply:
             name: self._constants[name] for name, _ in module.named_buffers()
         }
         self._written_buffers = validation.find_written_buffers(module)
-        self._mappings = outside.find_mappings(module)
-        self._parts = [*module.modules()] if self._mappings else []
-        self._recipe = rebuild.make_recipe(module, [*tensors.values()], self._mappings)
+        mappings = outside.find_mappings(module)
+        self._rekeying = outside.Rekeying(mappings)
+        self._parts = [*module.modules()] if mappings else []
+        self._recipe = rebuild.make_recipe(module, [*tensors.values()], mappings)
         self._units = find_units(module, tensors, self._recipe, units)
         self._is_remat = remat
         self._models = huggingface.models_of(module)
@@ -385,9 +386,9 @@ class Apply:
         )
         num_hooks = hooks.count_registered()
         module = copies.module
-        if self._mappings and not is_traced:
+        if self._parts and not is_traced:
             rekeyed = outside.rekey_mappings(
-                self._mappings, self._parts, [*module.modules()]
+                self._rekeying, self._parts, [*module.modules()]
             )
         with first_call_check as frozen_names, self._make_dropout_mode(key), rekeyed:
             if shards:

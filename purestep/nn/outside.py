@@ -1,4 +1,4 @@
-"""Dicts and sets outside of a module in which its hooks look layers up.
+"""Dicts and sets outside of a module in which its hooks and functions look layers up.
 
     features = {}
     layer.register_forward_hook(lambda layer, args, out: features.update({layer: out}))
@@ -9,6 +9,8 @@ while a call runs, the keys of such dicts are the copies; before and after, they
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,13 +31,22 @@ from purestep.torch_private import forward_hooks
 _DEPTH = 4
 """How many objects lead from a hook to a dict, both included: method, object, attribute, say."""
 
+_LOOKUPS = (FunctionType, MethodType, BuiltinMethodType, partial, dict, set)
+"""What may find a layer, as an attribute of a part."""
+
+_LOCK = threading.Lock()
+"""Is held while keys are replaced, and not while a call runs."""
+
 
 def find_mappings(module: Module) -> list[Any]:
-    """Returns the dicts and sets that the forward hooks of a module's parts reach, each once.
+    """Returns dicts and sets outside of a module that its parts reach, each once.
 
-    The way from a hook to a dict or set has at most ``_DEPTH`` objects, both included. It does not
-    go through an ``nn.Module``, a dict or a set, and through a module of Python only to attributes
-    that a function names.
+    The forward hooks may fill theirs later: all are returned that they reach. Of those that only
+    functions of the parts reach, a dict or set is returned if a part is a key of it now.
+
+    The way to a dict or set has at most ``_DEPTH`` objects, both included. It does not go through
+    an ``nn.Module``, a dict or a set, and through a module of Python only to attributes that a
+    function names.
 
     >>> import torch
     >>> layer, features = torch.nn.Linear(1, 1), {}
@@ -43,10 +54,40 @@ def find_mappings(module: Module) -> list[Any]:
     >>> [mapping is features for mapping in find_mappings(layer)]
     [True]
     """
+    parts = [*module.modules()]
+    hooks: list[Any] = []
+    for part in parts:
+        hooks += forward_hooks(part)
+    mappings = _reach(hooks)
+    ids = {id(mapping) for mapping in mappings}
+    for mapping in _reach(_find_lookups(parts)):
+        if id(mapping) not in ids and any(part in mapping for part in parts):
+            mappings.append(mapping)
+    return mappings
+
+
+def _find_lookups(parts: Sequence[Module]) -> list[Any]:
+    """Returns functions, dicts and sets of parts that no copy of a part has for itself.
+
+    These are functions in attributes, and dicts and sets there of a subclass, as a ``Counter``. Of
+    each class they are its functions, dicts and sets, without those of its bases.
+    """
+    lookups: list[Any] = []
+    for part in parts:
+        for value in vars(part).values():
+            is_copied = type(value) in (dict, OrderedDict, defaultdict, set)
+            if isinstance(value, _LOOKUPS) and not is_copied:
+                lookups.append(value)
+    for cls in {type(part) for part in parts}:
+        for value in vars(cls).values():
+            if isinstance(value, FunctionType | dict | set):
+                lookups.append(value)
+    return lookups
+
+
+def _reach(objects: list[Any]) -> list[Any]:
+    """Returns the dicts and sets that objects reach, each once, by at most ``_DEPTH`` objects."""
     mappings: list[Any] = []
-    objects: list[Any] = []
-    for part in module.modules():
-        objects += forward_hooks(part)
     # By id, since not all objects have a hash; with the object, so that no other gets its id.
     seen: dict[int, Any] = {}
     for _ in range(_DEPTH):
@@ -117,30 +158,52 @@ def _find_references_of_function(function: FunctionType) -> list[Any]:
     return references
 
 
+class Rekeying:
+    """Holds dicts and sets, and whether a call has replaced keys of them."""
+
+    def __init__(self, mappings: Sequence[Any]) -> None:
+        self.mappings = mappings
+        self.is_active = False
+
+
 @contextmanager
 def rekey_mappings(
-    mappings: Sequence[Any], parts: Sequence[Module], copies: Sequence[Module]
+    rekeying: Rekeying, parts: Sequence[Module], copies: Sequence[Module]
 ) -> Iterator[None]:
     """Replaces a module's parts by their copies in the keys of dicts and sets, during the context.
 
     ``copies`` has one for each part, in order. At the end, also by an exception, the keys are the
-    parts again, also those that the call has added.
+    parts again, also those that the call has added. Raises ``RuntimeError`` if another call has
+    replaced keys, and has not ended: the copies are those of one call.
     """
+    has_replaced = False
+    with _LOCK:
+        if rekeying.is_active:
+            raise RuntimeError(
+                "apply runs in another thread, or inside of itself, while layers of its module are "
+                "keys of a dict or set that hooks or functions read. Make a module for each "
+                "thread, or let the keys be names"
+            )
+        for mapping in rekeying.mappings:
+            has_replaced |= _replace_keys(mapping, parts, copies)
+        rekeying.is_active = has_replaced
     try:
-        for mapping in mappings:
-            _replace_keys(mapping, parts, copies)
         yield
     finally:
-        for mapping in mappings:
-            _replace_keys(mapping, copies, parts)
+        with _LOCK:
+            for mapping in rekeying.mappings:
+                _replace_keys(mapping, copies, parts)
+            if has_replaced:
+                rekeying.is_active = False
 
 
 def _replace_keys(
     mapping: Any, old_keys: Sequence[Module], new_keys: Sequence[Module]
-) -> None:
+) -> bool:
     """Replaces, in place, keys of a dict or members of a set by the new ones, one for one.
 
     Values, and the order of a dict, stay. Old keys that the dict or set lacks are passed over.
+    Returns whether it has any.
     """
     replacements = {}
     for old, new in zip(old_keys, new_keys, strict=True):
@@ -155,3 +218,4 @@ def _replace_keys(
         mapping.clear()
         for key, value in entries:  # ``Counter.update`` would count the entries.
             mapping[key] = value
+    return bool(replacements)

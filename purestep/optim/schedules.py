@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,15 +25,24 @@ LearningRate: TypeAlias = float | Tensor | Schedule
 def evaluate_rate(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
     """Returns the learning rate of this step.
 
-    A schedule is called with the step, and its result cast to float64 if it is a tensor. Numbers
-    and tensors are returned as they are.
+    A schedule is called with the step, and its result cast to float64 if it is a tensor. Raises
+    ``TypeError`` unless that is a number or a scalar tensor. Numbers and tensors are returned as
+    they are.
     """
     if not callable(learning_rate):
         return learning_rate
-    rate: float | Tensor = learning_rate(step)
+    rate: Any = learning_rate(step)
     if isinstance(rate, Tensor):
-        rate = rate.to(torch.float64)
-    return rate
+        # More numbers would be broadcast along the last dimension of each param.
+        if rate.ndim == 0:
+            return rate.to(torch.float64)
+        actual = f"a tensor of shape {tuple(rate.shape)}"
+    elif hasattr(rate, "__float__"):
+        number: float = rate
+        return number
+    else:
+        actual = type(rate).__name__
+    raise TypeError(f"a schedule must return a number or a scalar tensor, got {actual}")
 
 
 def check_rate(learning_rate: object) -> None:
