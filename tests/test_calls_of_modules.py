@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from tests.module_kinds import (
@@ -371,6 +372,28 @@ def test_a_layer_that_is_a_default_is_freed_with_its_module() -> None:
     gc.collect()
     assert apply is not None
     assert layer() is None
+
+
+def test_a_checkpoint_calls_such_a_function_again() -> None:
+    """In the backward pass, when the copies of the call have been dropped."""
+    module: Any = make_closure("closure")[0]
+    module.plain = module.run
+    module.run = lambda m, x: checkpoint(m.plain, m, x, use_reentrant=False).sin()
+    params, apply = ps.from_module(module)
+    x = draw_inputs()
+    slopes = torch.autograd.grad(module(x).sum(), [*module.parameters()])
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    actual = torch.autograd.grad(apply(leaves, x).sum(), [*leaves.values()])
+    torch.testing.assert_close(actual, slopes)
+
+
+def test_such_a_function_after_a_call_is_refused() -> None:
+    layer = linear()
+    module: Any = FunctionModule(lambda m: m.later, a=layer)
+    module.later = lambda x: layer(x)
+    params, apply = ps.from_module(module)
+    with pytest.raises(ReferenceError, match="called after apply has returned"):
+        apply(params)(torch.ones(1))
 
 
 class Recorder:

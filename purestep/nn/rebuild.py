@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
-from inspect import Signature, signature
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -26,6 +25,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from purestep.nn import hooks
+from purestep.nn.copied_functions import (
+    CopiedFunction,
+    FunctionTemplate,
+    contents_of,
+    hold_weakly,
+    parts_of_function,
+)
 from purestep.nn.traced_objects import (
     bind_method,
     decorated_methods_of,
@@ -110,7 +116,7 @@ def rebuild(
     for number, key_position, position in recipe.rekeyed_entries:
         containers[number][values[key_position]] = values[position]
     for cell_position, position in recipe.cell_contents:
-        values[cell_position].cell_contents = _weakly(values[position])
+        values[cell_position].cell_contents = hold_weakly(values[position])
     if takes_hooks:
         hooks.give_dicts(containers[: len(objects)])
     is_traced = torch.compiler.is_dynamo_compiling()
@@ -408,7 +414,7 @@ _RULES: dict[type, _Rule] = {
     ),
     ref: _Rule(split=lambda reference: (reference(),), join=ref),
     set: _Rule(split=tuple, join=lambda *members: set(members)),
-    CellType: _Rule(split=lambda cell: _contents_of(cell), join=CellType),
+    CellType: _Rule(split=lambda cell: contents_of(cell), join=CellType),
     frozenset: _Rule(split=tuple, join=lambda *members: frozenset(members)),
 }
 
@@ -427,7 +433,7 @@ def _parts_of(value: Any) -> list[tuple[Any, Any]]:
     if cls in _RULES:
         return [*enumerate(_RULES[cls].split(value))]
     if cls is FunctionType:
-        return [*enumerate(_parts_of_function(value))]
+        return [*enumerate(parts_of_function(value))]
     if issubclass(cls, dict):
         return [*value.items()]
     if issubclass(cls, list | deque | tuple):
@@ -462,129 +468,6 @@ def _constructor_of(value: Any) -> Callable[..., Any] | None:
     if cls in _RULES:
         return _RULES[cls].join
     return None
-
-
-def _contents_of(cell: CellType) -> tuple[Any, ...]:
-    """Returns a cell's content in a tuple, or an empty tuple.
-
-    It is empty unless the content is a module, a tensor or a function. A method of one of these, or
-    a weak reference to one, is a content, too.
-    """
-    content = _read_cell(cell)
-    owner = content
-    if isinstance(content, MethodType):
-        owner = content.__self__
-    elif isinstance(content, ref):
-        owner = content()
-    # Not any object: a trainer, say, leads to all that the program has.
-    return (content,) if isinstance(owner, Module | Tensor | FunctionType) else ()
-
-
-def _read_cell(cell: CellType) -> Any:
-    """Returns a cell's content; None if its variable is not assigned yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def _parts_of_function(function: FunctionType) -> list[Any]:
-    """Returns a function's keyword-only defaults, the tuple of other defaults, and its cells."""
-    defaults = function.__defaults__ or ()
-    keyword_defaults = function.__kwdefaults__ or {}
-    cells = function.__closure__ or ()
-    return [*keyword_defaults.values(), defaults, *cells]
-
-
-class FunctionTemplate(NamedTuple):
-    """Describes a function without its defaults and closure, which may lead to a module."""
-
-    code: Any
-    namespace: dict[str, Any]
-    name: str
-    qualified_name: str
-    keyword_names: tuple[str, ...]
-    signature: Signature
-
-    @staticmethod
-    def of(function: FunctionType) -> FunctionTemplate:
-        """Makes a template of a function's code, global names, names and signature.
-
-        In the signature, ``...`` stands for each default, so that it holds no module.
-        """
-        parameters = []
-        for parameter in signature(function).parameters.values():
-            default = parameter.empty if parameter.default is parameter.empty else ...
-            parameters.append(parameter.replace(default=default))
-        return FunctionTemplate(
-            function.__code__,
-            function.__globals__,
-            function.__name__,
-            function.__qualname__,
-            tuple(function.__kwdefaults__ or ()),
-            Signature(parameters),
-        )
-
-
-class CopiedFunction:
-    """Calls the code of a function with other defaults and cells.
-
-    ``parts`` are these, in the order of ``_parts_of_function``. The cells refer to modules weakly.
-    ``module.forward = lambda x: module.layer(x)`` would otherwise be a cycle, whose params wait for
-    Python's garbage collector.
-    """
-
-    def __init__(
-        self,
-        template: FunctionTemplate,
-        *parts: Any,
-    ) -> None:
-        names = template.keyword_names
-        self._template = template
-        self._keyword_defaults = dict(zip(names, parts, strict=False))
-        self._defaults, *self._cells = parts[len(names) :]
-        self.__name__ = template.name
-        self.__qualname__ = template.qualified_name
-        self.__signature__ = template.signature
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        template = self._template
-        cells = tuple(_strongly(cell) for cell in self._cells)
-        function = FunctionType(
-            template.code, template.namespace, template.name, self._defaults, cells
-        )
-        function.__kwdefaults__ = self._keyword_defaults
-        return function(*args, **kwargs)
-
-
-class _Weak(NamedTuple):
-    """Holds a module, or its method by this function, and does not keep the module alive.
-
-    It is no plain weak reference, since a function may hold one of those itself.
-    """
-
-    module: ref[Module]
-    function: Any = None
-
-
-def _weakly(content: Any) -> Any:
-    """Returns a module or its bound method as ``_Weak``, and any other content as it is."""
-    if isinstance(content, Module):
-        return _Weak(ref(content))
-    if isinstance(content, MethodType) and isinstance(content.__self__, Module):
-        return _Weak(ref(content.__self__), content.__func__)
-    return content
-
-
-def _strongly(cell: CellType) -> CellType:
-    """Returns a new cell of the module or method that a cell holds weakly; else the cell itself."""
-    content = _read_cell(cell)
-    if not isinstance(content, _Weak):
-        return cell
-    module = content.module()
-    if content.function is None:
-        return CellType(module)
-    return CellType(bind_method(content.function, module))
 
 
 def _is_plain_object(value: Any) -> bool:
