@@ -108,11 +108,17 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
 def split(key: Tensor, number: int = 2) -> Tensor:
     """Makes ``number`` new keys of each key, along a new last dimension.
 
+    Raises ``ValueError`` for a negative number and for a float.
+
     >>> a, b = split(key(0))
     >>> split(torch.stack([a, b]), 3).shape
     torch.Size([2, 3])
     """
     _check_keys(key)
+    if isinstance(number, float) or number < 0:
+        raise ValueError(
+            f"split: {number=} of new keys must be whole, and not negative"
+        )
     numbers = torch.arange(number, device=key.device)
     return _make_key(key[..., None], numbers, _SPLIT)
 
@@ -341,9 +347,11 @@ def _draw(key: Tensor, shape: Sequence[int], convert: WordFn) -> Tensor:
 
     The counters of an element are its coordinates in ``shape``; that of the last dimension counts
     blocks of four elements. Of more than four dimensions, all but the last four are folded into the
-    key. Raises TypeError as ``_check_keys``.
+    key. Raises TypeError as ``_check_keys``, and for a shape that is a number.
     """
     _check_keys(key)
+    if isinstance(shape, int):
+        raise TypeError(f"{shape=} must be a sequence of sizes, such as ({shape},)")
     if not shape:
         words = philox(key, (0, 0, 0, 0))
         return convert(words[0])

@@ -443,6 +443,15 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "is no key: keys are tensors",
     ),
     (lambda: random.fold_in(KEY, FLOATS[:1]), "must be whole numbers"),
+    (lambda: random.split(KEY, -1), "number=-1 of new keys must be whole"),
+    (
+        lambda: random.split(KEY, 2.5),  # type: ignore[arg-type]
+        "number=2.5 of new keys must be whole",
+    ),
+    (
+        lambda: random.normal(KEY, 3),  # type: ignore[arg-type]
+        r"shape=3 must be a sequence of sizes, such as \(3,\)",
+    ),
     (lambda: random.bernoulli(KEY, 1.5), "p=1.5 must be a probability"),
     (lambda: random.dropout(SQUARE, -0.5, KEY), "p=-0.5 must be"),
     (
