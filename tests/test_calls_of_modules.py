@@ -396,6 +396,47 @@ def test_such_a_function_after_a_call_is_refused() -> None:
         apply(params)(torch.ones(1))
 
 
+def test_a_checkpoint_keeps_no_copies_after_its_backward_pass() -> None:
+    class Checkpointed(FunctionModule):
+        pass
+
+    def count() -> int:
+        return sum(type(obj) is Checkpointed for obj in gc.get_objects())
+
+    layer = linear()
+    module: Any = Checkpointed(
+        lambda m, x: checkpoint(m.act, x, use_reentrant=False), a=layer
+    )
+    module.act = lambda x: layer(x).sin()
+    module.double()
+    params, apply = ps.from_module(module)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    gc.collect()
+    num_before = count()
+    gc.disable()
+    try:
+        apply(leaves, draw_inputs()).sum().backward()
+        assert count() == num_before
+    finally:
+        gc.enable()
+
+
+def test_a_copied_function_keeps_its_plain_defaults() -> None:
+    layer = linear()
+
+    def act(x: Tensor, scale: float = 2.0, other: Any = layer) -> Tensor:
+        return other(x) * scale
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        parameters = inspect.signature(m.act).parameters
+        assert parameters["scale"].default == 2.0
+        return m.act(x)
+
+    module: Any = FunctionModule(run, a=layer, act=act).double()
+    params, apply = ps.from_module(module)
+    assert torch.equal(apply(params, draw_inputs()), module(draw_inputs()))
+
+
 class Recorder:
     """Collects a penalty, and leads to the module."""
 

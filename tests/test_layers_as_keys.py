@@ -349,6 +349,78 @@ def test_calls_at_once_of_a_module_with_such_a_dict_are_refused() -> None:
     assert torch.equal(apply(params, X), output)
 
 
+class RecentlyUsed(OrderedDict[Any, float]):
+    """Moves what is read to its end, and knows no key but layers."""
+
+    fails = False
+
+    def __contains__(self, key: Any) -> bool:
+        assert isinstance(key, nn.Linear)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: Any) -> float:
+        self.move_to_end(key)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: float) -> None:
+        if self.fails:
+            raise OSError("the disk is full")
+        super().__setitem__(key, value)
+
+
+def test_a_mapping_of_another_class_is_read_by_dicts_methods() -> None:
+    """It is left whole by an error, after which calls go on."""
+    module = network()
+    first: dict[Any, float] = {module[0]: 1.0}
+    recent = RecentlyUsed({module[2]: 2.0, module[0]: 3.0})
+    module[0].register_forward_hook(
+        lambda layer, args, output: output * recent[layer] * first[layer]
+    )
+    params, apply = ps.from_module(module)
+    assert torch.equal(apply(params, X), module(X))
+    recent.fails = True
+    with pytest.raises(OSError, match="disk is full"):
+        apply(params, X)
+    assert [*first] == [module[0]]
+    recent.fails = False
+    recent.update({module[2]: 2.0, module[0]: 3.0})
+    assert torch.equal(apply(params, X), module(X))
+
+
+class Registered(nn.Linear):
+    """Puts each into a set, which no call reads."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        REGISTER.add(self)
+
+
+REGISTER: set[Any] = set()
+
+
+class Lazy:
+    """Would load something when it is asked for its attributes."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        assert name != "__dict__"
+        raise AttributeError(name)
+
+
+LAZY: Any = Lazy()
+
+
+class UsesLazy(Registered):
+    def load(self) -> Any:
+        return LAZY.value
+
+
+def test_registers_and_proxies_are_left_alone() -> None:
+    _, apply = ps.from_module(UsesLazy())
+    assert vars(apply)["_rekeying"].mappings == []
+
+
 def test_texts_among_the_arguments_are_not_kept_for_ever() -> None:
     """Each prompt would be another signature of a call, which is checked and remembered."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from purestep.nn.traced_objects import bind_method
-from purestep.torch_private import in_checkpoint
+from purestep.torch_private import checkpoint_frame
 
 
 def contents_of(cell: CellType) -> tuple[Any, ...]:
@@ -68,28 +68,32 @@ class FunctionTemplate(NamedTuple):
     def of(function: FunctionType) -> FunctionTemplate:
         """Makes a template of a function's code, global names, names and signature.
 
-        In the signature, ``...`` stands for each default, so that it holds no module.
+        In the signature, ``...`` stands for a default that is a module, tensor or function.
         """
+        full = signature(function)
         parameters = []
-        for parameter in signature(function).parameters.values():
-            default = parameter.empty if parameter.default is parameter.empty else ...
-            parameters.append(parameter.replace(default=default))
+        for parameter in full.parameters.values():
+            if isinstance(
+                parameter.default, Module | Tensor | FunctionType | MethodType
+            ):
+                parameter = parameter.replace(default=...)
+            parameters.append(parameter)
         return FunctionTemplate(
             function.__code__,
             function.__globals__,
             function.__name__,
             function.__qualname__,
             tuple(function.__kwdefaults__ or ()),
-            Signature(parameters),
+            full.replace(parameters=parameters),
         )
 
 
 class CopiedFunction:
     """Calls the code of a function with other defaults and cells.
 
-    ``parts`` are these, in the order of ``parts_of_function``. The cells refer to modules weakly,
-    until a checkpoint calls the function. Then the modules stay alive: the checkpoint calls it
-    again in the backward pass, after the call of ``apply``.
+    ``parts`` are these, in the order of ``parts_of_function``. The cells refer to modules weakly.
+    If a checkpoint calls the function, it keeps the modules until it calls it again, in the
+    backward pass.
     """
 
     def __init__(
@@ -104,18 +108,41 @@ class CopiedFunction:
         self.__name__ = template.name
         self.__qualname__ = template.qualified_name
         self.__signature__ = template.signature
-        self._recomputed: tuple[CellType, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         template = self._template
         cells = tuple(_hold_strongly(cell) for cell in self._cells)
-        if not torch.compiler.is_dynamo_compiling() and in_checkpoint():
-            self._recomputed = cells
+        if not torch.compiler.is_dynamo_compiling():
+            _keep_for_recomputation(cells)
         function = FunctionType(
             template.code, template.namespace, template.name, self._defaults, cells
         )
         function.__kwdefaults__ = self._keyword_defaults
+        if any(_is_dropped(cell) for cell in self._cells):
+            return _call_without_layers(function, args, kwargs)
         return function(*args, **kwargs)
+
+
+def _keep_for_recomputation(cells: tuple[CellType, ...]) -> None:
+    """Makes the innermost checkpoint, in its first run, keep cells until its graph is freed.
+
+    It calls a function again after the call of ``apply``, when nothing else keeps the copies.
+    """
+    frame = checkpoint_frame()
+    if frame is not None:
+        vars(frame).setdefault("_cells_of_purestep", []).append(cells)
+
+
+def _call_without_layers(function: FunctionType, args: Any, kwargs: Any) -> Any:
+    """Calls a function some of whose cells are empty; raises ``ReferenceError`` if it reads one."""
+    try:
+        return function(*args, **kwargs)
+    except NameError as error:
+        raise ReferenceError(
+            "a function of a module is called after apply has returned, as by a hook of a tensor, "
+            "and finds a layer through its closure. Give it what it needs as arguments, or as "
+            "tensors in its closure"
+        ) from error
 
 
 class _Weak(NamedTuple):
@@ -140,18 +167,20 @@ def hold_weakly(content: Any) -> Any:
 def _hold_strongly(cell: CellType) -> CellType:
     """Returns a new cell of the module or method that a cell holds weakly; else the cell itself.
 
-    Raises ``ReferenceError`` if the module has been dropped, as after a call of ``apply``.
+    The new cell is empty if the module has been dropped, as after a call of ``apply``.
     """
     content = _read_cell(cell)
     if not isinstance(content, _Weak):
         return cell
     module = content.module()
     if module is None:
-        raise ReferenceError(
-            "a function of a module is called after apply has returned, as by a hook of a tensor, "
-            "and finds a layer through its closure. Give it what it needs as arguments, or as "
-            "tensors in its closure"
-        )
+        return CellType()
     if content.function is None:
         return CellType(module)
     return CellType(bind_method(content.function, module))
+
+
+def _is_dropped(cell: CellType) -> bool:
+    """Returns whether a cell holds weakly what has been dropped."""
+    content = _read_cell(cell)
+    return isinstance(content, _Weak) and content.module() is None

@@ -71,8 +71,8 @@ def from_module(
         DTensor this rank's part; and ``apply(params, *args, **kwargs)``. Other parameters and all
         buffers are constants, which are not copied. ``apply`` does not keep the module's parameters
         that train: without the module, their memory is free. If a forward hook reaches a dict or
-        set, ``apply`` keeps the module. ``apply.eval`` runs the module in evaluation mode, for
-        ``make_eval_step``.
+        set, or functions reach one with layers as keys, ``apply`` keeps the module. ``apply.eval``
+        runs the module in evaluation mode, for ``make_eval_step``.
 
     Raises ``TypeError`` for what is no plain module, such as DDP, FSDP or a compiled one. It also
     does so for a param that is no real float, or has a hook on its gradient. Raises ``ValueError``

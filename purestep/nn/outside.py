@@ -34,6 +34,9 @@ _DEPTH = 4
 _LOOKUPS = (FunctionType, MethodType, BuiltinMethodType, partial, dict, set)
 """What may find a layer, as an attribute of a part."""
 
+_COPIED = (dict, OrderedDict, defaultdict, set)
+"""Types of attributes that each copy of a part has for itself."""
+
 _LOCK = threading.Lock()
 """Is held while keys are replaced, and not while a call runs."""
 
@@ -60,8 +63,10 @@ def find_mappings(module: Module) -> list[Any]:
         hooks += forward_hooks(part)
     mappings = _reach(hooks)
     ids = {id(mapping) for mapping in mappings}
+    for part in parts:  # Those in attributes are copied for each call.
+        ids |= {id(value) for value in vars(part).values() if type(value) in _COPIED}
     for mapping in _reach(_find_lookups(parts)):
-        if id(mapping) not in ids and any(part in mapping for part in parts):
+        if id(mapping) not in ids and any(_has_key(mapping, part) for part in parts):
             mappings.append(mapping)
     return mappings
 
@@ -70,17 +75,17 @@ def _find_lookups(parts: Sequence[Module]) -> list[Any]:
     """Returns functions, dicts and sets of parts that no copy of a part has for itself.
 
     These are functions in attributes, and dicts and sets there of a subclass, as a ``Counter``. Of
-    each class they are its functions, dicts and sets, without those of its bases.
+    each class they are its functions, dicts and sets, without those of its bases. ``__init__`` is
+    left out: what it fills may be a register of all modules, which no call reads.
     """
     lookups: list[Any] = []
     for part in parts:
         for value in vars(part).values():
-            is_copied = type(value) in (dict, OrderedDict, defaultdict, set)
-            if isinstance(value, _LOOKUPS) and not is_copied:
+            if issubclass(type(value), _LOOKUPS) and type(value) not in _COPIED:
                 lookups.append(value)
     for cls in {type(part) for part in parts}:
-        for value in vars(cls).values():
-            if isinstance(value, FunctionType | dict | set):
+        for name, value in vars(cls).items():
+            if name != "__init__" and isinstance(value, FunctionType | dict | set):
                 lookups.append(value)
     return lookups
 
@@ -96,9 +101,10 @@ def _reach(objects: list[Any]) -> list[Any]:
             if id(obj) in seen:
                 continue
             seen[id(obj)] = obj
-            if isinstance(obj, dict | set):
+            # By its type: a proxy may load something if it is asked for its class.
+            if issubclass(type(obj), dict | set):
                 mappings.append(obj)
-            elif not isinstance(obj, Module):
+            elif not issubclass(type(obj), Module):
                 references += _find_references(obj)
         objects = references
     return mappings
@@ -110,23 +116,27 @@ def _find_references(obj: Any) -> Iterable[Any]:
     Of another object, these are the values of its ``__dict__``. A class, a module of Python, or an
     object without ``__dict__``, such as a list, has none.
     """
-    if isinstance(obj, MethodType):
+    cls = type(obj)
+    if cls is MethodType:
         return [obj.__func__, obj.__self__]
     # ``features.update`` and ``features.__setitem__``
-    if isinstance(obj, BuiltinMethodType | MethodWrapperType):
+    if cls in (BuiltinMethodType, MethodWrapperType):
         return [obj.__self__]
-    if isinstance(obj, partial):
+    if issubclass(cls, partial):
         return [obj.func, *obj.args, *obj.keywords.values()]
-    if isinstance(obj, FunctionType):
+    if cls is FunctionType:
         return _find_references_of_function(obj)
-    if isinstance(obj, CellType):
+    if cls is CellType:
         try:
             return [obj.cell_contents]
         except ValueError:  # The closure's variable has no value yet.
             return []
-    if isinstance(obj, ModuleType):
+    if issubclass(cls, ModuleType):
         return []
-    attributes = getattr(obj, "__dict__", None)
+    try:  # Without ``__getattr__``, by which a proxy may load something.
+        attributes = object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        return []
     if type(attributes) is dict:  # A class has a mappingproxy, which is not followed.
         return [*attributes.values()]
     return []
@@ -176,7 +186,6 @@ def rekey_mappings(
     parts again, also those that the call has added. Raises ``RuntimeError`` if another call has
     replaced keys, and has not ended: the copies are those of one call.
     """
-    has_replaced = False
     with _LOCK:
         if rekeying.is_active:
             raise RuntimeError(
@@ -184,17 +193,36 @@ def rekey_mappings(
                 "keys of a dict or set that hooks or functions read. Make a module for each "
                 "thread, or let the keys be names"
             )
-        for mapping in rekeying.mappings:
-            has_replaced |= _replace_keys(mapping, parts, copies)
+        has_replaced = False
+        try:
+            for mapping in rekeying.mappings:
+                has_replaced |= _replace_keys(mapping, parts, copies)
+        except BaseException:
+            _restore_keys(rekeying, parts, copies)
+            raise
         rekeying.is_active = has_replaced
     try:
         yield
     finally:
         with _LOCK:
-            for mapping in rekeying.mappings:
-                _replace_keys(mapping, copies, parts)
-            if has_replaced:
-                rekeying.is_active = False
+            try:
+                _restore_keys(rekeying, parts, copies)
+            finally:
+                if has_replaced:
+                    rekeying.is_active = False
+
+
+def _restore_keys(
+    rekeying: Rekeying, parts: Sequence[Module], copies: Sequence[Module]
+) -> None:
+    for mapping in rekeying.mappings:
+        _replace_keys(mapping, copies, parts)
+
+
+def _has_key(mapping: Any, key: Module) -> bool:
+    """Returns whether a dict or set has a key, whatever a subclass makes of ``in``."""
+    contains = set.__contains__ if isinstance(mapping, set) else dict.__contains__
+    return contains(mapping, key)
 
 
 def _replace_keys(
@@ -207,14 +235,16 @@ def _replace_keys(
     """
     replacements = {}
     for old, new in zip(old_keys, new_keys, strict=True):
-        if old in mapping:
+        if _has_key(mapping, old):
             replacements[old] = new
     if isinstance(mapping, set):
         mapping.difference_update(replacements.keys())
         mapping.update(replacements.values())
     elif replacements:
         # All of them, since an entry that is added alone goes to the end.
-        entries = [(replacements.get(key, key), mapping[key]) for key in mapping]
+        # By dict's own method: that of a subclass may change the order, as in a cache.
+        values = [(key, dict.__getitem__(mapping, key)) for key in mapping]
+        entries = [(replacements.get(key, key), value) for key, value in values]
         mapping.clear()
         for key, value in entries:  # ``Counter.update`` would count the entries.
             mapping[key] = value

@@ -37,11 +37,11 @@ def evaluate_rate(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
         if rate.ndim == 0:
             return rate.to(torch.float64)
         actual = f"a tensor of shape {tuple(rate.shape)}"
-    elif hasattr(rate, "__float__"):
+    elif rate is None or isinstance(rate, str | complex | list | tuple | dict):
+        actual = type(rate).__name__
+    else:
         number: float = rate
         return number
-    else:
-        actual = type(rate).__name__
     raise TypeError(f"a schedule must return a number or a scalar tensor, got {actual}")
 
 
