@@ -393,6 +393,15 @@ def test_master_weights_are_the_wide_run(
         assert_same(new, rounded, "params")
 
 
+def test_params_as_wide_as_their_master_weights_are_other_tensors() -> None:
+    """A donated step writes to both."""
+    params = torch.ones(2)
+    optimizer = ps.optim.master_weights(ps.optim.sgd(0.5))
+    new, state = optimizer.update(params, optimizer.init(params), params)
+    assert torch.equal(new, state.master)
+    assert new.data_ptr() != state.master.data_ptr()
+
+
 def test_derivatives_through_master_weights() -> None:
     """The master's derivative passes through; rounding has that of the identity."""
     w = torch.tensor([1.0, -2.0], dtype=torch.bfloat16)
