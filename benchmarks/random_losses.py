@@ -37,7 +37,7 @@ WAYS = ["compile=True", "whole", "stacked"]
 SLACK = 50
 """How many times further from float64 than the eager update a compiled one may be."""
 FLOOR = 1e-5
-"""The distance that always counts as rounding, in parts of the update."""
+"""The distance that always counts as rounding, as a fraction of the update's length."""
 SHORT = 1e-3
 """Added to the length of an update: some are zero but for rounding."""
 Params = dict[str, Tensor]

@@ -376,9 +376,12 @@ def test_a_layer_that_is_a_default_is_freed_with_its_module() -> None:
 
 def test_a_checkpoint_calls_such_a_function_again() -> None:
     """In the backward pass, when the copies of the call have been dropped."""
-    module: Any = make_closure("closure")[0]
-    module.plain = module.run
-    module.run = lambda m, x: checkpoint(m.plain, m, x, use_reentrant=False).sin()
+    layer = linear()
+    module: Any = FunctionModule(
+        lambda m, x: checkpoint(m.act, x, use_reentrant=False).sin(), a=layer
+    )
+    module.act = lambda x: layer(x).tanh()
+    module.double()
     params, apply = ps.from_module(module)
     x = draw_inputs()
     slopes = torch.autograd.grad(module(x).sum(), [*module.parameters()])
@@ -403,11 +406,10 @@ def test_a_checkpoint_keeps_no_copies_after_its_backward_pass() -> None:
     def count() -> int:
         return sum(type(obj) is Checkpointed for obj in gc.get_objects())
 
-    layer = linear()
     module: Any = Checkpointed(
-        lambda m, x: checkpoint(m.act, x, use_reentrant=False), a=layer
+        lambda m, x: checkpoint(m.act, x, use_reentrant=False), a=linear()
     )
-    module.act = lambda x: layer(x).sin()
+    module.act = lambda x: module.a(x).sin()
     module.double()
     params, apply = ps.from_module(module)
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}

@@ -385,7 +385,7 @@ TEXTS = [torch.arange(n) for n in (3, 5, 2)]
     "call", [step_of_torchs_optimizer, step_of_shards, pack_rows, load_file]
 )
 def test_what_is_on_the_host_stays_there(call: Any, tmp_path: Path) -> None:
-    """Whatever ``torch.set_default_device`` has been set to."""
+    """Computes the same where the caller has set another default device."""
     call = partial(call, tmp_path) if call is load_file else call
     expected = call()
     with torch.device("meta"):

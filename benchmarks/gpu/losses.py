@@ -11,7 +11,7 @@ SEEDS = [1, 10, 15, 22, 29, 35, 39]
 """Losses whose updates plain ``torch.compile`` computes wrong on a CPU, by torch 2.13."""
 
 SECONDS = 25
-"""What one update may take, nearly all of it compilation."""
+"""How long one update may take. Nearly all of it is compilation."""
 
 
 def run_losses(run: Run) -> None:

@@ -26,7 +26,7 @@ def contents_of(cell: CellType) -> tuple[Any, ...]:
     """Returns a cell's content in a tuple, or an empty tuple.
 
     It is empty unless the content is a module, a tensor or a function. A method of one of these, or
-    a weak reference to one, is a content, too.
+    a weak reference to a module, is a content, too.
     """
     content = _read_cell(cell)
     owner = content

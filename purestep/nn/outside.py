@@ -32,7 +32,7 @@ _DEPTH = 4
 """How many objects lead from a hook to a dict, both included: method, object, attribute, say."""
 
 _LOOKUPS = (FunctionType, MethodType, BuiltinMethodType, partial, dict, set)
-"""What may find a layer, as an attribute of a part."""
+"""Types of attributes by which a part may look up a layer."""
 
 _COPIED = (dict, OrderedDict, defaultdict, set)
 """Types of attributes that each copy of a part has for itself."""
