@@ -17,6 +17,7 @@ from purestep.compiling.cpu import (
     MAX_LOOPED_MULTIPLICATIONS,
     MIN_ONEDNN_MULTIPLICATIONS,
     MIN_USERS_PER_VALUE,
+    drop_summed_dims,
     hoist_scalars,
     inductor_options,
     onednn_is_faster,
@@ -340,7 +341,13 @@ def test_other_products_are_not_replaced() -> None:
         assert operators_with_products(scaled, z, x, y) == ["aten.addmm.default"]
 
 
-LOOPED = ["aten.unsqueeze.default"] * 2 + ["aten.mul.Tensor", "aten.sum.dim_IntList"]
+SUMMED = "aten.sum.dim_IntList"
+
+
+def operators_of_loop(products_per_pass: int) -> list[str]:
+    parts = ["aten.slice.Tensor"] * 2 + ["aten.unsqueeze.default"] * 2
+    products = [*parts, "aten.mul.Tensor"] * products_per_pass
+    return [*products, *[ADDED] * (products_per_pass - 1), SUMMED]
 
 
 def test_small_products_become_loops() -> None:
@@ -348,10 +355,23 @@ def test_small_products_become_loops() -> None:
     y = integers(64, 64, seed=1)
     assert x.shape[0] * y.numel() == MAX_LOOPED_MULTIPLICATIONS
 
-    assert operators_with_products(torch.mm, x, y) == LOOPED
-    assert operators_with_products(torch.addmm, y[0], x, y) == [*LOOPED, ADDED]
+    looped = operators_of_loop(4)
+    assert operators_with_products(torch.mm, x, y) == looped
+    assert operators_with_products(torch.addmm, y[0], x, y) == [*looped, ADDED]
     transposed = operators_with_products(lambda x: x.t() @ x, x)
-    assert transposed[-4:] == LOOPED
+    assert transposed[1:] == looped
+
+
+@pytest.mark.parametrize(
+    ("size", "products_per_pass"), [(0, 4), (2, 2), (4, 4), (6, 2), (7, 1), (8, 4)]
+)
+def test_a_pass_adds_products_that_divide_the_sum(
+    size: int, products_per_pass: int
+) -> None:
+    x = integers(3, size, seed=0)
+    y = integers(size, 5, seed=1)
+    operators = operators_with_products(torch.mm, x, y)
+    assert operators == operators_of_loop(products_per_pass)
 
 
 def test_products_that_no_loop_repays_stay() -> None:
@@ -367,7 +387,41 @@ def test_products_that_no_loop_repays_stay() -> None:
     )
     for operators in (larger, transposed, wide, unknown):
         assert THEIRS in operators
-        assert "aten.sum.dim_IntList" not in operators
+        assert SUMMED not in operators
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_summed_dimensions_that_are_reshaped_away_are_dropped(
+    dtype: torch.dtype | None, mode: Mode
+) -> None:
+    def gradient_of_bias(x: Tensor) -> Tensor:
+        return x.sum(0, keepdim=True, dtype=dtype).reshape(x.shape[1])
+
+    operators = operators_after(
+        drop_summed_dims, gradient_of_bias, integers(3, 5), mode=mode
+    )
+    assert SUMMED in operators
+    assert "aten.view.default" not in operators
+
+
+def test_summed_dimensions_that_are_read_stay() -> None:
+    def keep(x: Tensor) -> Tensor:
+        return x.sum(0, keepdim=True)
+
+    def use_both(x: Tensor) -> tuple[Tensor, Tensor]:
+        summed = x.sum(0, keepdim=True)
+        return summed.reshape(6), summed * 2
+
+    def reshape_otherwise(x: Tensor) -> Tensor:
+        return x.sum(0, keepdim=True).reshape(2, 3)
+
+    def sum_all(x: Tensor) -> Tensor:
+        return x.sum([], keepdim=True).reshape(1, 1)
+
+    for function in (keep, use_both, reshape_otherwise, sum_all):
+        before = operators_after(lambda graph: None, function, integers(3, 6))
+        assert operators_after(drop_summed_dims, function, integers(3, 6)) == before
 
 
 def test_loops_read_what_is_stored() -> None:

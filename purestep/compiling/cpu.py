@@ -8,6 +8,8 @@ Values stay the same, up to rounding. The compiler calls these rewrites by its p
   uses vectors of half the width on processors of other makers.
 * On those processors, small products become loops that the compiler generates: a call of MKL takes
   microseconds to begin.
+* A sum that keeps its dimensions for a view without them drops them: a view takes time to make.
+  The gradient of a bias is such a sum.
 * Values that are costly, few and used by many are computed once. Adam's powers bᵗ are two numbers
   for a network, and the compiler computes them in each loop over elements.
 
@@ -17,8 +19,10 @@ The key of the compiler's cache hashes the files of the rewrites, which are the 
 The import defines an operator, so it happens with the first function that is compiled.
 """
 
+import functools
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +53,13 @@ On an EPYC with a fast MKL 2²⁴ do. Where MKL takes twice as long, fewer do.
 
 MAX_LOOPED_MULTIPLICATIONS = 2**16
 """The most multiplications for which a plain loop takes no longer than a call of MKL."""
+
+MAX_PRODUCTS_PER_PASS = 4
+"""The most products that one pass of such a loop adds to its sum.
+
+An addition waits for the one of the pass before, so fewer passes take less time. Eight products
+take longer again.
+"""
 
 MIN_USERS_PER_VALUE = 16
 """Elements for each costly value that repay the memory to store it."""
@@ -95,14 +106,15 @@ def inductor_options() -> dict[str, Any]:
 def rewrite_graph(graph: Graph) -> None:
     """Rewrites a graph in place, for CPUs; on other devices, it only keeps errors away.
 
-    It splits ``addmm``, multiplies in loops or by oneDNN on processors where that is faster, and
-    stores costly values.
+    It splits ``addmm``, drops summed dimensions, multiplies in loops or by oneDNN on processors
+    where that is faster, and stores costly values.
     """
     workarounds.renew_views(graph)
     workarounds.lift_constants(graph)
     workarounds.renew_carries(graph)
     workarounds.isolate_writes(graph)
     split_addmm(graph)
+    drop_summed_dims(graph)
     if onednn_is_faster(_cpu_name()):
         sum_small_products(graph)
         use_onednn(graph)
@@ -135,6 +147,33 @@ def split_addmm(graph: Graph) -> None:
             added = insert_call(graph, _aten.add.Tensor, matmul, c)
         node.replace_all_uses_with(added)
         graph.erase_node(node)
+
+
+def drop_summed_dims(graph: Graph) -> None:
+    """Drops the dimensions that a sum on the CPU keeps and its users reshape away, in place.
+
+        sum(x, dims, keepdim=True).reshape(shape) = sum(x, dims)
+
+    A sum stays if one of its users does not reshape it to the shape without these dimensions.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
+        x, dims, *keepdim = node.args
+        if not any(keepdim) or not is_on_cpu(node):
+            continue
+        shape = torch.sum(value_of(x), dims).shape
+        if not all(_reshapes_to(user, shape) for user in node.users):
+            continue
+        with graph.inserting_before(node):
+            dropped = insert_call(graph, _aten.sum.dim_IntList, x, dims, **node.kwargs)
+        for user in list(node.users):
+            user.replace_all_uses_with(dropped)
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _reshapes_to(node: Node, shape: torch.Size) -> bool:
+    reshapes = node.target in (_aten.reshape.default, _aten.view.default)
+    return reshapes and value_of(node).shape == shape
 
 
 def onednn_is_faster(cpu_name: str) -> bool:
@@ -170,12 +209,29 @@ def sum_small_products(graph: Graph) -> None:
                 _store(graph, matrix)
         a, b = node.args
         with graph.inserting_before(node):
-            columns = insert_call(graph, _aten.unsqueeze.default, a, 2)
-            rows = insert_call(graph, _aten.unsqueeze.default, b, 0)
-            products = insert_call(graph, _aten.mul.Tensor, columns, rows)
-            sums = insert_call(graph, _aten.sum.dim_IntList, products, [1])
-        node.replace_all_uses_with(sums)
+            product = _insert_loop(graph, a, b)
+        node.replace_all_uses_with(product)
         graph.erase_node(node)
+
+
+def _insert_loop(graph: Graph, a: Node, b: Node) -> Node:
+    """Inserts ``a @ b`` as a loop where the graph inserts, and returns the node of the product.
+
+    The loop has K / S passes. S, at most ``MAX_PRODUCTS_PER_PASS``, divides K:
+
+        (a @ b)[m, n] = Σᵢ (a[m, Si] · b[Si, n] + ... + a[m, Si + S - 1] · b[Si + S - 1, n])
+    """
+    _, size = value_of(a).shape
+    step = math.gcd(size, MAX_PRODUCTS_PER_PASS)
+    products = []
+    for first in range(step):
+        columns = insert_call(graph, _aten.slice.Tensor, a, 1, first, size, step)
+        rows = insert_call(graph, _aten.slice.Tensor, b, 0, first, size, step)
+        columns = insert_call(graph, _aten.unsqueeze.default, columns, 2)
+        rows = insert_call(graph, _aten.unsqueeze.default, rows, 0)
+        products.append(insert_call(graph, _aten.mul.Tensor, columns, rows))
+    added = functools.reduce(partial(insert_call, graph, _aten.add.Tensor), products)
+    return insert_call(graph, _aten.sum.dim_IntList, added, [1])
 
 
 def _repays_loop(a: Tensor, b: Tensor) -> bool:
