@@ -158,7 +158,10 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_can_set_grads(model: object) -> None:
-    """Raises ``TypeError`` unless ``model`` is a module, and no part of it is in DDP or FSDP."""
+    """Raises ``TypeError`` unless ``model`` is a module that neither is nor contains DDP or FSDP.
+
+    The module inside of DDP, ``ddp.module``, passes.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}: call "

@@ -128,7 +128,11 @@ def annotate_loss_errors(
 def explain_loss_error(
     error: Exception, first: str, params: Params, microbatch: Microbatch
 ) -> None:
-    """Adds the notes of ``annotate_loss_errors`` to an error that a loss has raised."""
+    """Adds the notes of ``annotate_loss_errors`` to an error that a loss has raised, in place.
+
+    ``first`` names the first argument of ``loss_fn`` in a note, such as "params". The caller raises
+    the error again.
+    """
     what = ""
     if not isinstance(microbatch, Mapping):
         what = f". This microbatch is {describe_microbatch(microbatch)}"

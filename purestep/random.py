@@ -472,8 +472,9 @@ def philox(key: _Word, counters: Sequence[_Word]) -> _Words:
 def _make_key(key: Tensor, number: int | Tensor, purpose: int) -> Tensor:
     """Makes a key from a key, a whole number of 64 bits and the purpose.
 
-    The purpose is ``_FOLD``, ``_SPLIT`` or ``_DIMENSION``, and becomes the third counter. Keys of
-    different purposes differ, and no draw has their counters. Keys and numbers broadcast.
+    The purpose is ``_FOLD``, ``_SPLIT`` or ``_DIMENSION``, and becomes the third counter. So
+    different purposes have different counters, and no draw has any of these. Keys and numbers
+    broadcast.
     """
     _check_keys(key)
     if isinstance(number, Tensor):

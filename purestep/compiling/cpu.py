@@ -357,11 +357,11 @@ def hoist_scalars(graph: Graph) -> None:
 
 
 def _measure_reach(graph: Graph) -> dict[Node, float]:
-    """Counts, for each pointwise node and view, the most elements computed from it in one loop.
+    """Returns, for each pointwise node and view, the size of the largest tensor in its loop.
 
-    Nodes on other devices than the CPU are left out. The loop begins at the node, whose own
-    elements count too, and runs through pointwise users and views. The count is infinite if a size
-    is unknown.
+    A size is a number of elements; it is infinite if it is unknown. The loop begins at the node,
+    whose own size counts too, and runs through pointwise users and views. Nodes whose value is not
+    one tensor on the CPU are left out.
     """
     reach: dict[Node, float] = {}
     for node in reversed(graph.nodes):

@@ -41,7 +41,10 @@ OPTIMIZER = ps.optim.adamw(RATE)
 
 
 def pack_all(group: Group) -> Group:
-    """Packs a group into one microbatch, padded to the longest example; returns it in a list."""
+    """Packs examples into one microbatch, padded to the longest; returns it in a list.
+
+    Without tokens, the list is empty.
+    """
     return ps.pack(group, max_tokens=UNLIMITED)
 
 

@@ -65,7 +65,7 @@ def private_update_step(
     [Abadi et al., 2016]. The sum runs over all examples of all ranks, so the cut does not matter.
     The noise is drawn once, from ``key``: a new one each step, kept secret, the same on every rank.
     ``batch_size`` is the expected number of examples: to divide by the true one would tell it.
-    Gradients of ``chunk_size`` examples are held at once.
+    Gradients of at most ``chunk_size`` examples are computed at once.
 
     >>> group = [torch.tensor([[3.0, 4.0]]), torch.tensor([[0.5, 0.0]])]
     >>> sgd, w, key = ps.optim.sgd(1.0), torch.zeros(2), ps.random.key(0)

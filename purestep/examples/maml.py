@@ -187,7 +187,7 @@ def average_errors(errors: Tensor) -> Tensor:
 
 
 def plot_fits(axes: Any, starts: Sequence[Start], task: Batch) -> None:
-    """Plots a task's sinusoid, its support, and what each start predicts after ``UPDATES``."""
+    """Plots a task's sinusoid, its support, and each start's fit after ``UPDATES`` updates."""
     x = torch.linspace(-5, 5, 200, dtype=torch.float64)
     sinusoid = evaluate_sinusoid(x, task["amplitude"], task["phase"])
     axes.plot(x, sinusoid, color="0.8", linewidth=5)

@@ -58,7 +58,8 @@ def dpo(
     Args:
         chosen: log π(text) of the preferred text of each pair, summed over its tokens.
         rejected: the same for the other text.
-        reference_chosen: log π(text) under the model where training began, a constant.
+        reference_chosen: log π(text) under the model where training began. It is not detached:
+            compute it under ``torch.no_grad()``.
         reference_rejected: the same for the other text.
         beta: β, the cost of moving away from the reference.
         label_smoothing: s, the assumed probability that a pair is labelled the wrong way round.

@@ -78,11 +78,12 @@ def with_empty_modules(
 def check_call(
     models: Models, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
 ) -> None:
-    """Raises ``ValueError`` for bool masks that attention adds, and caches that join documents.
+    """Raises ``ValueError`` if attention would add a mask of bools, or a cache joins documents.
 
-    Without a model of transformers, nothing is checked. A cache joins documents if the caller
-    passes ``position_ids`` and does not ask for a cache, but the model returns one. Only arguments
-    of the module itself are checked, not what it passes to models within it.
+    Eager attention adds a mask of more than two dimensions to its scores: True would count as 1. A
+    cache joins documents if the caller passes ``position_ids`` and does not ask for a cache, but
+    the model returns one. Only arguments of the module itself are checked, not what it passes to
+    models within it. Without a model of transformers, nothing is checked.
     """
     if not models.configs:
         return

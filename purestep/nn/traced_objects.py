@@ -19,7 +19,8 @@ def set_attributes_in_trace(
     """Writes attributes to an object that was made in a compiler's trace.
 
     If ``attributes`` lacks a module's ``forward`` or one of the class's ``decorated_methods``,
-    these are added to it, bound to the object.
+    these are added to it first, bound to the object: otherwise the compiler loses their closures.
+    After it adds a ``forward``, it calls ``call_forward_of_object``.
     """
     # Dynamo loses the closures of methods on objects made in the trace, so bind these.
     if isinstance(obj, Module) and "forward" not in attributes:

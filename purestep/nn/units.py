@@ -310,7 +310,7 @@ class _ShardedUnit(NamedTuple):
         """Calls the module with full params in its places; returns its output.
 
         Afterwards, also by an exception, ``absent`` is in these places again. During the call,
-        params are in ``frozen_names``, unless that is None.
+        ``frozen_names`` has the name of each param by its storage, unless it is None.
         """
         self._freeze(params)
         _fill(self.places, wrap(params, self.layouts))

@@ -461,10 +461,10 @@ def join_columns(columns: Columns) -> list[Tensor]:
 
 
 def split_by_size(columns: Columns) -> Iterator[Columns]:
-    """Splits columns into successive groups of rows, and yields the columns of each.
+    """Splits columns into groups of successive rows, and yields the columns of each group.
 
-    The params of a group have at most ``HOST_BYTES`` on the host, ``DEVICE_BYTES`` on a device. A
-    larger row is a group alone. There must be a row.
+    The second column holds the params. Those of a group have at most ``HOST_BYTES`` on the host,
+    ``DEVICE_BYTES`` on a device. A row with a larger param is a group alone. There must be a row.
     """
     params = columns[1]
     max_bytes = HOST_BYTES if params[0].is_cpu else DEVICE_BYTES

@@ -157,9 +157,10 @@ def adamw(
 
     In place, contiguous float32 leaves use torch's fused kernel, on CUDA those in half precision
     too. Under transforms, plain arithmetic gives the same bits on the host, in vectors of sixteen
-    elements. The last elements of a leaf, beyond these vectors, may differ by a rounding. On CUDA
-    the kernel alone takes a schedule's rate in float32. With a ``weight_decay`` that is a tensor on
-    a device, or with a hyperparameter that requires grad, no leaf uses the kernel.
+    elements. The last elements of a leaf, beyond these vectors, may differ by a rounding. On CUDA,
+    the kernel rounds a rate that is a tensor, such as a schedule's, to float32; plain arithmetic
+    does not. With a ``weight_decay`` that is a tensor on a device, or with a hyperparameter that
+    requires grad, no leaf uses the kernel.
 
     Adam is ``adamw(learning_rate, weight_decay=0.0)``. Raises ``ValueError`` for negative numbers,
     and unless ``b1`` and ``b2`` are below 1.

@@ -279,7 +279,9 @@ class GradBuckets:
     def _launch_full(self) -> None:
         """Launches full buckets in order, up to the first that is not full.
 
-        Launches none if the loss has run a collective, or if collectives are not counted.
+        A bucket is full once the sums of all its leaves have been added. None is launched if the
+        loss has run a collective over one of the axes, or if an axis does not count collectives.
+        ``launch`` launches the others.
         """
         while self._num_launched < len(self._buckets):
             if self._buckets[self._num_launched].pending:

@@ -224,11 +224,12 @@ class MultiProgramSession:
     def _find_max_len(self, num_microbatches: int) -> int:
         """Returns the largest number of microbatches of any rank; all ranks call it together.
 
-        The host has to know it before the first gather. Beside a device, ranks meet on the host if
-        the process group can, so that no host waits for what a device still computes.
+        The host has to know it before the first gather. If ranks compute on the host, the first
+        message is read, which may raise. If it shows different numbers, ranks gather them.
 
-        Beside a device, ranks also compare their fingerprints. Where these differ, or cannot be
-        compared on the host, the first message is read, which may raise.
+        If ranks compute on a device, they gather their numbers and fingerprints. They do so on the
+        host if the process group can, so that no host waits for what a device still computes. If
+        fingerprints differ, or cannot be gathered on the host, the first message is read, too.
         """
         axis = self._axis
         if axis.on_host:

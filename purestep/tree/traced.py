@@ -141,7 +141,7 @@ def _flatten_each(
 
 
 def count_leaves(node: Node) -> int:
-    """Returns the number of leaves below a node."""
+    """Returns the number of leaves in a node's tree: 1 for a leaf itself."""
     if node is None:
         return 1
     _, _, _, children, _ = node
