@@ -154,7 +154,8 @@ def drop_summed_dims(graph: Graph) -> None:
 
         sum(x, dims, keepdim=True).reshape(shape) = sum(x, dims)
 
-    A sum stays if one of its users does not reshape it to the shape without these dimensions.
+    A sum stays if one of its users does not reshape it to the shape without these dimensions, or if
+    a size is unknown.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
         x, dims, *keepdim = node.args
@@ -172,8 +173,13 @@ def drop_summed_dims(graph: Graph) -> None:
 
 
 def _reshapes_to(node: Node, shape: torch.Size) -> bool:
-    reshapes = node.target in (_aten.reshape.default, _aten.view.default)
-    return reshapes and value_of(node).shape == shape
+    """Returns whether a node reshapes to a shape; False with a size that is unknown."""
+    if node.target not in (_aten.reshape.default, _aten.view.default):
+        return False
+    new_shape = value_of(node).shape
+    # To compare unknown sizes would be a guard, which fails if only the data tell them.
+    sizes = (*new_shape, *shape)
+    return all(isinstance(size, int) for size in sizes) and new_shape == shape
 
 
 def onednn_is_faster(cpu_name: str) -> bool:
