@@ -132,6 +132,8 @@ def describe_microbatch(microbatch: Microbatch) -> str:
 
     >>> describe_microbatch({"x": 1}), describe_microbatch(torch.ones(2))
     ("a mapping with ['x']", 'a tensor, torch.float32 of shape (2,)')
+    >>> describe_microbatch((torch.ones(2), 3)), describe_microbatch(4)
+    ('a tuple of 2', 'of type int')
     """
     if isinstance(microbatch, Mapping):
         return f"a mapping with {[*microbatch]}"

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import optree
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import purestep as ps
 from purestep import tree
+from purestep.axis.collectives import is_subaxis
 from purestep.testing import ThreadAxis
 from support.strategies import assert_same
 from support.worlds import Ranks, on_threads
@@ -452,6 +453,30 @@ def test_thirty_runs_are_one() -> None:
 
     first_rank_of_first_run = runs[0][0]
     assert_same(runs, [[first_rank_of_first_run] * 4] * 30)
+
+
+class RanksOnly(NamedTuple):
+    """Has of an axis what ``is_subaxis`` reads."""
+
+    global_ranks: frozenset[int]
+
+
+@pytest.mark.parametrize(
+    ("inner", "axis", "expected"),
+    [
+        ({0, 1}, {0, 1, 2}, True),
+        ({0, 3}, {0, 1, 2}, False),
+        ({0}, {0}, True),
+        ({0}, {0, 1}, False),
+        (set(), {0, 1}, False),
+    ],
+)
+def test_an_axis_within_another_has_two_ranks_or_more(
+    inner: set[int], axis: set[int], expected: bool
+) -> None:
+    inner_axis: Any = RanksOnly(frozenset(inner))
+    outer_axis: Any = RanksOnly(frozenset(axis))
+    assert is_subaxis(inner_axis, outer_axis) == expected
 
 
 def test_a_part_of_a_mesh_is_split_within_each_of_its_groups() -> None:

@@ -362,6 +362,13 @@ def test_small_products_become_loops() -> None:
     assert transposed[1:] == looped
 
 
+def test_small_products_become_loops_where_onednn_is_faster() -> None:
+    x = integers(4, 4)
+    operators = operators_after(rewrite_graph, torch.mm, x, x)
+    cpu_name = torch.cpu.get_capabilities().get("cpu_name", "")
+    assert (SUMMED in operators) == onednn_is_faster(str(cpu_name))
+
+
 @pytest.mark.parametrize(
     ("size", "products_per_pass"), [(0, 4), (2, 2), (4, 4), (6, 2), (7, 1), (8, 4)]
 )

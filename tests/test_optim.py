@@ -77,6 +77,8 @@ def test_a_mask_is_a_tree_or_a_function() -> None:
         assert torch.allclose(new["w"], torch.full((2, 2), 0.95))
     of_all = ps.optim.adamw(0.1, mask=True)
     assert set(of_all.init(PARAMS)) == {"decay"}
+    with pytest.raises(ValueError, match="mask names params"):
+        ps.optim.adamw(0.1, mask=["w"])
 
 
 def test_what_does_not_decay_is_not_touched() -> None:

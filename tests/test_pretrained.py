@@ -428,6 +428,9 @@ def test_values_that_would_be_lost() -> None:
     module: nn.Module = Scaled()
     with pytest.raises(ValueError, match="nothing initializes scale"):
         ps.reset_parameters(module, like=ps.from_module(module)[0])
+    module = nn.Sequential(Scaled())
+    with pytest.raises(ValueError, match=r"nothing initializes 0\.scale"):
+        ps.reset_parameters(module, like=ps.from_module(module)[0])
     module = WritesInside()
     params, _ = ps.from_module(module)
     drawn = ps.reset_parameters(module, like=params)
