@@ -359,7 +359,7 @@ def test_small_products_become_loops() -> None:
     assert operators_with_products(torch.mm, x, y) == looped
     assert operators_with_products(torch.addmm, y[0], x, y) == [*looped, ADDED]
     transposed = operators_with_products(lambda x: x.t() @ x, x)
-    assert transposed[1:] == looped
+    assert transposed[1:] == operators_of_loop(1)
 
 
 def test_small_products_become_loops_where_onednn_is_faster() -> None:
@@ -370,13 +370,23 @@ def test_small_products_become_loops_where_onednn_is_faster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "products_per_pass"), [(0, 4), (2, 2), (4, 4), (6, 2), (7, 1), (8, 4)]
+    ("size", "columns", "products_per_pass"),
+    [
+        (0, 5, 1),
+        (4, 5, 1),
+        (28, 5, 1),
+        (32, 5, 4),
+        (32, 1, 1),
+        (33, 5, 1),
+        (34, 5, 2),
+        (36, 5, 4),
+    ],
 )
 def test_a_pass_adds_products_that_divide_the_sum(
-    size: int, products_per_pass: int
+    size: int, columns: int, products_per_pass: int
 ) -> None:
     x = integers(3, size, seed=0)
-    y = integers(size, 5, seed=1)
+    y = integers(size, columns, seed=1)
     operators = operators_with_products(torch.mm, x, y)
     assert operators == operators_of_loop(products_per_pass)
 

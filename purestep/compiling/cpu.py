@@ -61,6 +61,9 @@ An addition waits for the one of the pass before, so fewer passes take less time
 take longer again.
 """
 
+MIN_PASSES = 8
+"""The fewest passes that the compiler does not unroll; it takes up to half a second for that."""
+
 MIN_USERS_PER_VALUE = 16
 """Elements for each costly value that repay the memory to store it."""
 
@@ -154,8 +157,8 @@ def drop_summed_dims(graph: Graph) -> None:
 
         sum(x, dims, keepdim=True).reshape(shape) = sum(x, dims)
 
-    A sum stays if one of its users does not reshape it to the shape without these dimensions, or if
-    a size is unknown.
+    A sum stays if one of its users does not reshape it to the shape without these dimensions. It
+    also stays if a size of the result is unknown.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
         x, dims, *keepdim = node.args
@@ -223,12 +226,18 @@ def sum_small_products(graph: Graph) -> None:
 def _insert_loop(graph: Graph, a: Node, b: Node) -> Node:
     """Inserts ``a @ b`` as a loop where the graph inserts, and returns the node of the product.
 
-    The loop has K / S passes. S, at most ``MAX_PRODUCTS_PER_PASS``, divides K:
+    Each of K / S passes adds S products:
 
         (a @ b)[m, n] = Σᵢ (a[m, Si] · b[Si, n] + ... + a[m, Si + S - 1] · b[Si + S - 1, n])
+
+    S is the largest divisor of ``MAX_PRODUCTS_PER_PASS`` and K. It is 1 if ``b`` has one column, or
+    if there would be fewer than ``MIN_PASSES`` passes.
     """
-    _, size = value_of(a).shape
+    size, num_columns = value_of(b).shape
     step = math.gcd(size, MAX_PRODUCTS_PER_PASS)
+    # A loop over one column reads vectors of a's rows, which must lie side by side.
+    if num_columns == 1 or size // step < MIN_PASSES:
+        step = 1
     products = []
     for first in range(step):
         columns = insert_call(graph, _aten.slice.Tensor, a, 1, first, size, step)
