@@ -32,6 +32,7 @@ from torch.nn import functional
 import purestep as ps
 
 ROWS = 5
+NUM_INPUTS = 32  # The fewest for which a compiled loop adds four products in each pass.
 WIDTH = 6
 WAYS = ["compile=True", "whole", "stacked"]
 SLACK = 50
@@ -231,7 +232,7 @@ def make_case(dtype: torch.dtype, device: str = "cpu") -> tuple[Params, list[Any
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     params = {
-        "w": normal(4, WIDTH),
+        "w": 2 * NUM_INPUTS**-0.5 * normal(NUM_INPUTS, WIDTH),
         "b": normal(WIDTH),
         "t": 0.5 * normal(WIDTH, WIDTH),
         "e": normal(9, WIDTH),
@@ -241,7 +242,7 @@ def make_case(dtype: torch.dtype, device: str = "cpu") -> tuple[Params, list[Any
     group = []
     for _ in range(2):
         ids = torch.randint(9, (ROWS,), generator=generator).to(device)
-        group.append({"x": normal(ROWS, 4), "ids": ids})
+        group.append({"x": normal(ROWS, NUM_INPUTS), "ids": ids})
     return params, group
 
 
