@@ -55,6 +55,7 @@ READING = ("proofs/test_mutants.py", "tests/test_house.py", "tests/test_package.
 RANKS = (
     "purestep/axis", "purestep/checkpoint", "purestep/sharding", "purestep/sync",
     "purestep/grads/per_microbatch", "purestep/nn/tensor_parallel", "purestep/nn/units",
+    "purestep/validation",
 )  # fmt: skip
 """What other processes run above all, unseen by the recording."""
 IMPORTED = (
