@@ -19,10 +19,8 @@ The key of the compiler's cache hashes the files of the rewrites, which are the 
 The import defines an operator, so it happens with the first function that is compiled.
 """
 
-import functools
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,14 +53,17 @@ MAX_LOOPED_MULTIPLICATIONS = 2**16
 """The most multiplications for which a plain loop takes no longer than a call of MKL."""
 
 MAX_PRODUCTS_PER_PASS = 4
-"""The most products that one pass of such a loop adds to its sum.
+"""The most products that a loop adds to its sum in one pass.
 
-An addition waits for the one of the pass before, so fewer passes take less time. Eight products
-take longer again.
+Each pass waits for the addition of the pass before, so a loop of fewer passes ends sooner. With
+eight products it takes longer again.
 """
 
 MIN_PASSES = 8
-"""The fewest passes that the compiler does not unroll; it takes up to half a second for that."""
+"""The fewest passes of a loop with several products in each.
+
+The compiler unrolls a loop of fewer passes, and takes up to half a second to compile that.
+"""
 
 MIN_USERS_PER_VALUE = 16
 """Elements for each costly value that repay the memory to store it."""
@@ -230,8 +231,8 @@ def _insert_loop(graph: Graph, a: Node, b: Node) -> Node:
 
         (a @ b)[m, n] = Σᵢ (a[m, Si] · b[Si, n] + ... + a[m, Si + S - 1] · b[Si + S - 1, n])
 
-    S is the largest divisor of ``MAX_PRODUCTS_PER_PASS`` and K. It is 1 if ``b`` has one column, or
-    if there would be fewer than ``MIN_PASSES`` passes.
+    S is the greatest common divisor of K and ``MAX_PRODUCTS_PER_PASS``. It is 1 if ``b`` has one
+    column, or if there would be fewer than ``MIN_PASSES`` passes.
     """
     size, num_columns = value_of(b).shape
     step = math.gcd(size, MAX_PRODUCTS_PER_PASS)
@@ -245,7 +246,9 @@ def _insert_loop(graph: Graph, a: Node, b: Node) -> Node:
         columns = insert_call(graph, _aten.unsqueeze.default, columns, 2)
         rows = insert_call(graph, _aten.unsqueeze.default, rows, 0)
         products.append(insert_call(graph, _aten.mul.Tensor, columns, rows))
-    added = functools.reduce(partial(insert_call, graph, _aten.add.Tensor), products)
+    added, *others = products
+    for product in others:
+        added = insert_call(graph, _aten.add.Tensor, added, product)
     return insert_call(graph, _aten.sum.dim_IntList, added, [1])
 
 
