@@ -36,6 +36,7 @@ CLIPPED = optim.chain(
 )
 WHOLE = "ps.compile(step), donate"
 STACKED = "ps.compile(step), donate, stacked"
+CPP_WRAPPER = "purestep, donate, compile=True, cpp_wrapper"
 SECONDS_FOR_A_WAY = 12
 SECONDS_FOR_A_GRAPH = 70
 """To compile one: with less, a section is content with what it has compiled."""
@@ -99,6 +100,18 @@ def run_gpt_compiled(run: Run) -> None:
             bench.measure(COMPILED_GRAPH, bench.prepare(COMPILED_GRAPH, capture))
 
 
+def run_gpt_cpp_wrapper(run: Run) -> None:
+    """Compiles what calls the kernels as well, and measures it in its turn."""
+    bench = Bench(run)
+    compiler = (
+        choose_compiler(run)
+        if run.tiny
+        else partial(ps.compile, options={"cpp_wrapper": True})
+    )
+    make = partial(bench.make_step, donate=True, compile=compiler)
+    measure_compiled(run, bench, CPP_WRAPPER, make)
+
+
 def run_gpt_whole(run: Run) -> None:
     """Compiles a step with its one microbatch to one graph, and measures it in its turn."""
     measure_whole(run, WHOLE)
@@ -137,7 +150,9 @@ def measure_compiled(
 ) -> None:
     """Compiles beside other sections, and measures alone."""
     with run.attempt("ways", name):
-        update = bench.prepare(name, make, spare=SECONDS_FOR_A_GRAPH)
+        # Groups of other lengths make no other graph of a stacked one.
+        spare = SECONDS_FOR_A_WAY if name == STACKED else SECONDS_FOR_A_GRAPH
+        update = bench.prepare(name, make, spare=spare)
         measure.free_memory(run)
         run.wait_for_turn()
         bench.measure(name, update)

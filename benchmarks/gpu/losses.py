@@ -2,27 +2,63 @@
 
 from __future__ import annotations
 
-import torch
+import multiprocessing
+import warnings
+from concurrent.futures import (
+    Executor,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+)
 
-from benchmarks.gpu.entries import Run
+from benchmarks.gpu.entries import FALLBACK, Run, describe_error
 from benchmarks.random_losses import WAYS, compare, draw_loss
 
 SEEDS = [1, 10, 15, 22, 29, 35, 39]
 """Losses whose updates plain ``torch.compile`` computes wrong on a CPU, by torch 2.13."""
 
-SECONDS = 25
-"""How long one update may take. Nearly all of it is compilation."""
+NUM_PROCESSES = 4
+"""How many compile at once. Nearly all of the time is compilation."""
 
 
 def run_losses(run: Run) -> None:
     """Compares each loss in each way while there is time; in a tiny run, eager with itself."""
-    for seed in SEEDS:
-        for way in ["eager"] if run.tiny else WAYS:
-            path = (f"loss {seed}", way)
-            if not run.has_time(SECONDS, *path):
-                return
+    ways = ["eager"] if run.tiny else WAYS
+    paths = [(f"loss {seed}", way) for seed in SEEDS for way in ways]
+    for path in paths:
+        run.add(*path, skipped="no time was left")
+    with make_pool(run) as pool:
+        futures = {
+            pool.submit(compare_compiled, seed, way, run.device): (f"loss {seed}", way)
+            for seed in SEEDS
+            for way in ways
+        }
+        for future in as_completed(futures):
+            path = futures[future]
+            run.entries[path[0]][path[1]].clear()
             with run.attempt(*path):
-                distance, is_wrong = compare(draw_loss(seed), way, run.device)
+                distance, is_wrong = future.result()
                 run.add(*path, distance=distance)
                 run.check(*path, right=not is_wrong)
-        torch.compiler.reset()
+
+
+def make_pool(run: Run) -> Executor:
+    """Returns processes, each with a compiler; for a tiny run, which compiles nothing, a thread."""
+    if run.tiny:
+        return ThreadPoolExecutor(1)
+    return ProcessPoolExecutor(
+        NUM_PROCESSES, mp_context=multiprocessing.get_context("spawn")
+    )
+
+
+def compare_compiled(seed: int, way: str, device: str) -> tuple[float, bool]:
+    """Compares an update of a random loss with the eager one.
+
+    Raises ``RuntimeError`` if it makes no graph. Processes cannot hand on the compiler's errors.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=f".*{FALLBACK}")
+        try:
+            return compare(draw_loss(seed), way, device)
+        except Exception as error:
+            raise RuntimeError(describe_error(error)) from None

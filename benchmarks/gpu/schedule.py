@@ -37,6 +37,7 @@ SECTIONS = [
     Section("gpt", "gpt", "alone", 100),
     Section("gpt_by_hand_compiled", "gpt", "prepared", 175, 25),
     Section("gpt_compiled", "gpt", "prepared", 175, 30),
+    Section("gpt_cpp_wrapper", "gpt", "prepared", 240, 15),
     Section("gpt_whole", "gpt", "prepared", 240, 15),
     Section("gpt_stacked", "gpt", "prepared", 240, 25),
     Section("mlp", "mlp", "prepared", 160, 35),
