@@ -138,11 +138,12 @@ def _forward_group(
     like: Tensor,
     is_recorded: bool,
 ) -> GradSums:
-    """Sums losses, counts and aux of a group by forward passes; ``grads`` of the result is empty.
+    """Sums weighted losses, counts and aux of a group by forward passes, without gradients.
 
-    The losses are divided by the counts ``total``, or are plain sums if it is None. The sum of no
-    losses is a scalar zero on the device of ``like``. If ``is_recorded``, microbatches are not
-    detached. Raises ``ValueError`` if the group yields more or fewer microbatches than its length.
+    ``grads`` of the result is empty. Losses are divided by the counts ``total``; if it is None, by
+    nothing. The sum of no losses is a scalar zero on the device of ``like``. Microbatches are not
+    detached if ``is_recorded``, nor from the first one on that has a graph. Raises ``ValueError``
+    if the group yields more or fewer microbatches than its length.
     """
     divisors = None if total is None else denominators(total)
     losses: list[Tensor] = []

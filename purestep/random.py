@@ -186,8 +186,8 @@ def dropout(x: Tensor, p: float, key: KeyOrPackedKeys) -> Tensor:
     """Returns ``x / (1 - p)``, with 0 where ``bernoulli(key, p)`` is True.
 
     If p is 0, it returns ``x`` itself, whatever the keys are, and if p is 1, zeros. Raises
-    ``ValueError`` unless p is from 0 to 1. It also does so for keys whose shape does not begin the
-    shape of ``x``. For token keys, it does so unless ``x`` has a shape below.
+    ``ValueError`` unless p is from 0 to 1, or if the shape of ``x`` does not begin with that of the
+    keys. With token keys, it raises ``ValueError`` unless ``x`` has one of the shapes listed below.
 
     Keys of shape ``(rows,)`` belong to the rows of ``x``. Each row draws from its own key, by the
     coordinates within the row. So the draw does not depend on the padding, nor on the rest of the

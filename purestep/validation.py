@@ -309,9 +309,9 @@ def check_distinct(
 ) -> None:
     """Raises as ``check_no_aliasing`` does if one tensor is two of the donated ``leaves``.
 
-    These are the leaves of both trees. It compares objects alone, in every update: memory is
-    compared in the first one. The mistake comes later, too, as after the update here:
-        params = opt_state.average
+    ``leaves`` are those of both trees, which name a leaf in the error. Each update calls it, and
+    only objects are compared. ``check_no_aliasing`` compares memory in the first update. A later
+    update may make this mistake by ``params = opt_state.average``.
     """
     identities = {id(leaf) for leaf in leaves}
     if len(identities) < len(leaves):

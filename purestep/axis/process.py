@@ -108,9 +108,10 @@ class ProcessAxis(ABC):
             log.current.append(name)
 
     def end_gather(self) -> None:
-        """Ends the last ``begin_gather``, whose name later launches no longer get.
+        """Ends the last ``begin_gather``, so that later launches no longer get its name.
 
-        In the log, these get the name of the unit that gathers around that one, or none.
+        They get the name of the unit around it that still gathers, or none. Without a log, it does
+        nothing.
         """
         log = self._gather_logs.get((self.rank, self.global_ranks))
         if log is not None:

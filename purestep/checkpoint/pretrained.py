@@ -269,8 +269,9 @@ def _convert(
 
 
 def _read_block(saved: _SavedTensor, block: Sequence[tuple[int, int]]) -> Tensor:
-    """Reads one block of a tensor and nothing else: ``(start, length)`` for each dimension.
+    """Reads one block of a tensor from its file, and nothing else.
 
+    ``block`` has ``(start, length)`` for each dimension. The dtype must be one of ``_DTYPES``.
     Returns a new tensor on the host. Raises ``ValueError`` if the file ends before the block does.
     """
     dtype = _DTYPES[saved.dtype]

@@ -210,8 +210,9 @@ def latest_checkpoint(folder: File) -> Path | None:
 def prepare_step_path(folder: File, step: int, keep: int) -> Path:
     """Makes the folder if it is missing, and returns the path in it for the checkpoint of a step.
 
-    Raises ``ValueError`` if a later step is there, if ``step`` is below 0 or ``keep`` below 1.
-    Raises ``OSError`` if the folder cannot be made.
+    Its parents are not made. ``keep`` is checked, and nothing is removed. Raises ``ValueError`` if
+    a later step is there, if ``step`` is below 0 or ``keep`` below 1, or if one is no int. Raises
+    ``OSError`` if the folder cannot be made.
     """
     _check_at_least("step", step, 0)
     _check_at_least("keep", keep, 1)

@@ -133,10 +133,10 @@ def _cpu_name() -> str:
 
 
 def split_addmm(graph: Graph) -> None:
-    """Replaces each ``addmm(c, a, b)``, which would copy c first, by ``a @ b`` and a sum, in place.
+    """Replaces each ``addmm(c, a, b)`` by ``a @ b`` and a sum, and changes the graph in place.
 
-    Leaves an ``addmm`` as it is on another device than the CPU, with ``beta`` or ``alpha``, and in
-    other dtypes than float32 and float64.
+    An ``addmm`` would copy c first. It stays on another device than the CPU, with ``beta`` or
+    ``alpha``, and in other dtypes than float32 and float64.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
         c, a, b = node.args
@@ -177,7 +177,10 @@ def drop_summed_dims(graph: Graph) -> None:
 
 
 def _reshapes_to(node: Node, shape: torch.Size) -> bool:
-    """Returns whether a node reshapes to a shape; False with a size that is unknown."""
+    """Returns whether a node is a ``reshape`` or ``view`` to this shape, with all sizes known.
+
+    Other operations that change a shape, such as ``squeeze``, do not count.
+    """
     if node.target not in (_aten.reshape.default, _aten.view.default):
         return False
     new_shape = value_of(node).shape

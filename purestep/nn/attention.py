@@ -138,8 +138,9 @@ _COPIES: list[MultiHeadCopy] = []
 def multi_head_copy() -> MultiHeadCopy:
     """Returns a copy of ``multi_head_attention_forward`` that takes a ``CarriedDropout`` as rate.
 
-    torch's function is hundreds of lines of projections, masks and checks. So its code runs, with
-    three of its global names replaced. It is copied once, before any trace: a compiler cannot.
+    torch's function is hundreds of lines of projections, masks and checks. So the copy runs its
+    code, with three of its global names replaced. The first call makes the copy, and later ones
+    return it. A compiler cannot trace the first one: ``prepare_multi_head`` runs before.
 
     Raises ``AssertionError`` if the code of this torch lacks one of these names.
     """

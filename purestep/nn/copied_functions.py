@@ -47,7 +47,11 @@ def _read_cell(cell: CellType) -> Any:
 
 
 def parts_of_function(function: FunctionType) -> list[Any]:
-    """Returns a function's keyword-only defaults, the tuple of other defaults, and its cells."""
+    """Lists a function's keyword-only defaults, then the tuple of other defaults, then its cells.
+
+    Each keyword-only default and each cell is one entry. The tuple is one entry, even if it is
+    empty.
+    """
     defaults = function.__defaults__ or ()
     keyword_defaults = function.__kwdefaults__ or {}
     cells = function.__closure__ or ()
@@ -124,9 +128,10 @@ class CopiedFunction:
 
 
 def _keep_for_recomputation(cells: tuple[CellType, ...]) -> None:
-    """Makes the innermost checkpoint, in its first run, keep cells until its graph is freed.
+    """Keeps cells alive until the graph of the innermost checkpoint is freed.
 
-    It calls a function again after the call of ``apply``, when nothing else keeps the copies.
+    Does nothing unless a checkpoint is in its first run. A checkpoint calls its function again in
+    the backward pass, after ``apply`` has returned. Then nothing else keeps the copied layers.
     """
     frame = checkpoint_frame()
     if frame is not None:

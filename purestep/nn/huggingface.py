@@ -107,11 +107,12 @@ def check_call(
 
 
 def find_partial_modules(module: Module) -> dict[str, Any]:
-    """Returns, by path, the mesh of each module whose params get a part of their gradient per rank.
+    """Returns the mesh of each module whose params get only a part of their gradient on a rank.
 
-    A ``tp_plan`` has them as "replicated_with_grad_allreduce": norms that see this rank's heads.
-    Their hooks sum ``param.grad``, which no pure function has, so ``apply`` takes ``pvary`` of the
-    params instead. Raises ``ValueError`` where ``forward`` was replaced before the plan.
+    The keys are the modules' paths. A ``tp_plan`` calls them "replicated_with_grad_allreduce", such
+    as norms that see only this rank's heads. Their hooks sum ``param.grad``, which no pure function
+    has. So ``apply`` takes ``pvary`` of the params instead. Raises ``ValueError`` where ``forward``
+    was replaced before the plan.
 
     >>> find_partial_modules(torch.nn.Linear(1, 1))
     {}

@@ -347,7 +347,11 @@ def compute_updates_(
 
 
 def copy_where(old: Columns, new: Columns, applied: Tensor | None) -> None:
-    """Copies new columns over old ones if ``applied`` is True (None: always)."""
+    """Copies new columns over old ones where the bool scalar ``applied`` is True; None: always.
+
+    If ``applied`` is None, a new column may be the old one itself. If it is a tensor on CUDA, no
+    new column may share memory with an old one: both would become 0.
+    """
     if applied is not None:
         if old:
             foreach.where_(join_columns(old), join_columns(new), applied)

@@ -155,8 +155,8 @@ class PendingStatus:
     def read(self) -> Status:
         """Waits until the host has the sum, and returns it, or raises as ``check_status`` does.
 
-        Later calls return a checked sum at once. On the host, a failure or a difference is a
-        collective: all ranks of the axis exchange texts for the error.
+        Later calls return a checked sum at once. If a rank has failed or differs, ranks on the host
+        then exchange texts for the error. So all ranks of the axis must call this together.
         """
         if self._status is None:
             axis = self._axis

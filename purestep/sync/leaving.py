@@ -222,10 +222,13 @@ class LossGathers:
     def guard(self, num_microbatches: int, *, all_know: bool) -> None:
         """Sets up ``Repeated`` if all ranks know what a microbatch launches, else a ``RollCall``.
 
-        From then on, that is called before each launch of a gather, and may raise there. It sets up
-        nothing without axes, or if ``known_launches`` is None. It comes before the first
-        microbatch. ``num_microbatches`` is the same on all ranks, and so is ``all_know``: whether
-        ``are_known`` holds on all of them.
+        From then on, the guard's ``before_launch`` is called before each gather or scatter of
+        shards, and may raise there. Sets up nothing without axes, or if ``known_launches`` is None.
+        Call it before the first microbatch.
+
+        ``num_microbatches`` is how many each rank runs, those that fill up included. ``Repeated``
+        expects the launches of one microbatch that many times. ``all_know`` is whether
+        ``are_known`` holds on all ranks. Both arguments are the same on all ranks.
         """
         if not self.axes or self._known is None:
             return

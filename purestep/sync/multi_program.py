@@ -438,10 +438,10 @@ class MultiProgramSession:
 
 
 def _check_backward_threads(axis: ProcessAxis, params: Params) -> None:
-    """Raises ``ValueError`` if a param is not on the CPU.
+    """Raises ``ValueError`` if a param is not on the CPU; call it if the ranks are threads.
 
     On an accelerator, one thread runs the backward passes of all ranks, which would wait for each
-    other.
+    other. The error names ``axis``.
     """
     for leaf in tree.leaves(params):
         if leaf.device.type != "cpu":

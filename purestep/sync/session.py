@@ -180,9 +180,13 @@ class SPMDSession:
     def all_reduce_grads(
         self, sums: GradSums, params: Params, shard_specs: ShardSpecs
     ) -> GradSums:
-        """Returns the sums of all ranks' results by ``psum``, under any transform.
+        """Returns the sums of all ranks' results, under any transform.
 
-        With ``gather="step"``, the gradient of a sharded leaf becomes this rank's shard of it.
+        Loss, counts, aux and gradients of plain leaves are summed by ``psum``. With
+        ``gather="step"``, the full gradient of a sharded leaf becomes this rank's shard of the sum.
+        Otherwise it is such a shard already. Either is summed over the other ranks of the axis, if
+        there are any.
+
         Raises ``ValueError`` if N overflows, where the host can read it.
         """
         if not shard_specs:

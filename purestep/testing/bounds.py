@@ -119,11 +119,11 @@ def _bound_coarse_sum(tokens: int, dtype: torch.dtype) -> float:
 def bound_relative_error(
     problem: Problem, num_updates: int, tokens: int, capabilities: Capabilities
 ) -> float:
-    """Returns γₙ, where n is the number of roundings in a row in a run; 1 in a coarse dtype.
+    """Returns γₙ, where n is the number of roundings in a row in a run; n is 1 if coarse.
 
-    In a coarse dtype, that is enough for a param where all numbers are exact before a single step.
+    In a coarse dtype, that is enough for a param if all numbers are exact before a single step.
     Other roundings are not counted there, and reports have another bound. ``tokens`` is how many
-    tokens its updates sum in all, padding included. Raises ``AssertionError`` if n roundings have
+    tokens the updates sum in all, padding included. Raises ``AssertionError`` if n roundings have
     no bound in the dtype.
     """
     if capabilities.is_coarse:

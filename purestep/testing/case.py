@@ -306,9 +306,12 @@ def _do_run(
     """Starts the trainer, does the run's acts, and returns what each rank sees at its end.
 
     First it selects the run's setting, if any. Acts between updates take the group of the last
-    update, or of the first one to come. "restart" saves, updates once more, starts anew, and loads.
-    "look" observes, and evaluates each rank's first microbatch. At the end the trainer evaluates
-    the last group. Its rows are made twice as long, unless the task has a vocabulary.
+    update, or of the first one to come. "save" saves and drops the result. "restart" saves, updates
+    once more, starts anew, and loads. "look" observes, and evaluates each rank's first microbatch.
+
+    At the end it observes, and evaluates the last group. Its rows are then twice as long, unless
+    the task has a vocabulary. Nothing is evaluated if the trainer cannot, or if no token has
+    weight.
     """
     if run.setting is not None:
         trainer.select_setting(run.setting)

@@ -86,8 +86,9 @@ class LawItem(pytest.Item):
     def runtest(self) -> None:
         """Judges the law, and passes, fails, skips or xfails the test by the verdict.
 
-        It fails where a part is not as expected, with the part's complaint. Else a law that is not
-        asked is skipped, and one whose failures are all accepted is xfailed.
+        It fails, with the part's complaint, for a failure that is not accepted. It also fails for
+        an accepted failure that no longer occurs. Else it skips a law that the trainer cannot be
+        asked about, and gives the reason. A law whose failures are all accepted is xfailed.
         """
         (verdict,) = run_laws(
             self._settings.trainer,

@@ -130,7 +130,8 @@ def as_number(value: float | Tensor, like: Tensor) -> float | Tensor:
 def where_(old: Sequence[Tensor], new: Sequence[Tensor], condition: Tensor) -> None:
     """Writes ``new`` over ``old`` if the scalar ``condition``, on their device, is True.
 
-    ``new`` is cast to the dtypes of ``old``.
+    ``new`` is cast to the dtypes of ``old``. On CUDA, ``new`` must not share memory with ``old``:
+    both would become 0.
 
     >>> import torch
     >>> old = [torch.zeros(1), torch.zeros(2)]

@@ -78,7 +78,8 @@ _operations.impl("foreach_where_", select_by_bits, "CUDA")
 def write_where(old: Any, new: Any, condition: Tensor) -> None:
     """Writes ``new`` over ``old``, two lists of tensors, in place, if the condition is True.
 
-    ``new`` is cast to the dtypes of ``old``. The condition is a scalar.
+    ``new`` is cast to the dtypes of ``old``. The condition is a bool scalar. If it is on CUDA,
+    ``new`` must not share memory with ``old``: both would become 0.
     """
     if condition.is_cuda:
         torch.ops.purestep.foreach_where_(old, new, condition)
