@@ -14,20 +14,23 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep.compiling.cpu import (
-    MAX_LOOPED_MULTIPLICATIONS,
-    MIN_ONEDNN_MULTIPLICATIONS,
     MIN_USERS_PER_VALUE,
     drop_summed_dims,
     hoist_scalars,
     inductor_options,
-    onednn_is_faster,
-    onednn_matmul,
     rewrite_graph,
     split_addmm,
+)
+from purestep.compiling.products import (
+    NARROW,
+    WIDE,
+    find_limits,
+    onednn_matmul,
     sum_small_products,
     use_onednn,
 )
 from support import torch_private
+from tests.memory import CountOperations
 from tests.sharded_checkpoints import group_of_one
 
 Mode = Literal["fake", "symbolic"]
@@ -37,7 +40,7 @@ STEP = torch.tensor(3)
 LEAF = torch.linspace(-1, 1, 4 * MIN_USERS_PER_VALUE)
 KEPT = "aten.as_strided.default"
 """The operator that keeps a number, so that it is computed once."""
-SIDE = 264  # SIDE ** 3 > MIN_ONEDNN_MULTIPLICATIONS
+SIDE = 264  # SIDE ** 3 > NARROW.min_onednn
 
 
 def operators_after(
@@ -138,9 +141,9 @@ def test_what_is_kept_is_what_many_elements_use() -> None:
 def test_large_products_go_to_onednn_where_it_is_faster() -> None:
     x = torch.ones(SIDE, SIDE)
     operators = operators_after(rewrite_graph, torch.mm, x, x)
-    cpu_name = torch.cpu.get_capabilities().get("cpu_name", "")
     (operator,) = operators
-    assert ("purestep.product" in operator) == onednn_is_faster(cpu_name)
+    has_limits = find_limits(torch.cpu.get_capabilities()) is not None
+    assert ("purestep.product" in operator) == has_limits
 
 
 def costly(x: Tensor) -> Tensor:
@@ -241,8 +244,8 @@ def mlp(params: Any, x: Tensor) -> Tensor:
 
 def rewrite_products(graph: torch.fx.Graph) -> None:
     split_addmm(graph)
-    sum_small_products(graph)
-    use_onednn(graph)
+    sum_small_products(graph, NARROW.max_looped)
+    use_onednn(graph, NARROW.min_onednn)
 
 
 def compile_with_products(
@@ -262,7 +265,7 @@ def check_product(a: Tensor, b: Tensor) -> None:
 def test_products_of_every_layout() -> None:
     lefts = layouts(SIDE, SIDE + 16, seed=0)
     rights = layouts(SIDE + 16, SIDE - 8, seed=1)
-    assert SIDE * rights[0].numel() >= MIN_ONEDNN_MULTIPLICATIONS
+    assert SIDE * rights[0].numel() >= NARROW.min_onednn
 
     for left in lefts:
         check_product(left, rights[0])
@@ -277,11 +280,26 @@ def test_products_of_every_layout() -> None:
         (3, 0, 5),
         (3, 4, 0),
         (1, 1, 1),
-        (2, 2**12, MIN_ONEDNN_MULTIPLICATIONS // 2**13),
+        (2, 2**12, NARROW.min_onednn // 2**13),
     ],
 )
 def test_products_of_every_size(m: int, k: int, n: int) -> None:
     check_product(integers(m, k), integers(k, n))
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_few_multiplications_stay_with_mkl(is_large: bool) -> None:
+    """A graph cannot tell if it does not know its sizes."""
+    a, b = integers(3, 4), integers(4, 5)
+    with CountOperations() as operations:
+        onednn_matmul(a, b, 3 * 4 * 5 if is_large else 3 * 4 * 5 + 1)
+    assert ("aten.mm.default" in operations.names) == (not is_large)
+
+
+def test_limits_are_those_of_the_processor() -> None:
+    assert NARROW.max_looped < WIDE.max_looped < WIDE.min_onednn < NARROW.min_onednn
+    assert find_limits({}) == NARROW
+    assert find_limits({"cpu_name": "Intel Xeon", "avx512_vp2intersect": True}) is None
 
 
 def test_wrappers_in_cpp_are_for_one_process() -> None:
@@ -353,7 +371,7 @@ def operators_of_loop(products_per_pass: int) -> list[str]:
 def test_small_products_become_loops() -> None:
     x = integers(16, 64, seed=0)
     y = integers(64, 64, seed=1)
-    assert x.shape[0] * y.numel() == MAX_LOOPED_MULTIPLICATIONS
+    assert x.shape[0] * y.numel() == NARROW.max_looped
 
     looped = operators_of_loop(4)
     assert operators_with_products(torch.mm, x, y) == looped
@@ -365,8 +383,8 @@ def test_small_products_become_loops() -> None:
 def test_small_products_become_loops_where_onednn_is_faster() -> None:
     x = integers(4, 4)
     operators = operators_after(rewrite_graph, torch.mm, x, x)
-    cpu_name = torch.cpu.get_capabilities().get("cpu_name", "")
-    assert (SUMMED in operators) == onednn_is_faster(str(cpu_name))
+    has_limits = find_limits(torch.cpu.get_capabilities()) is not None
+    assert (SUMMED in operators) == has_limits
 
 
 @pytest.mark.parametrize(
@@ -399,9 +417,8 @@ def test_products_that_no_loop_repays_stay() -> None:
     larger = operators_with_products(torch.mm, integers(17, 64), y)
     transposed = operators_with_products(torch.mm, x, y.t())
     wide = operators_with_products(torch.mm, x.double(), y.double())
-    unknown = operators_after(
-        sum_small_products, torch.mm, x, y[:, :32], mode="symbolic"
-    )
+    loops = partial(sum_small_products, max_multiplications=NARROW.max_looped)
+    unknown = operators_after(loops, torch.mm, x, y[:, :32], mode="symbolic")
     for operators in (larger, transposed, wide, unknown):
         assert THEIRS in operators
         assert SUMMED not in operators

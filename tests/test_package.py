@@ -48,7 +48,7 @@ new = set(sys.modules) - before[-1]
 # What takes a second to import (compilers, most of torch.distributed) is in none of these.
 assert {name.split(".")[0] for name in new} == {"purestep", "einops", "safetensors"}, new
 late = {"purestep.compiling.cpu", "purestep.axis.allow_in_graph"}
-late |= {"purestep.compiling.nodes", "purestep.compiling.workarounds"}
+late |= {f"purestep.compiling.{name}" for name in ("nodes", "products", "workarounds")}
 assert not late & new, late & new
 params, apply = purestep.from_module(torch.nn.Linear(2, 2))
 optimizer = purestep.optim.adamw(0.1)

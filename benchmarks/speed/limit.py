@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.speed import peers, timing
 from purestep import tree
-from purestep.compiling.cpu import onednn_matmul
+from purestep.compiling.products import onednn_matmul
 from support.torch_private import TorchDispatchMode
 
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"

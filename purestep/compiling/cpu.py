@@ -4,10 +4,8 @@ Values stay the same, up to rounding. The compiler calls these rewrites by its p
 ``post_grad_custom_post_pass``:
 
 * ``c + a @ b`` becomes a product and a sum, which joins the next kernel.
-* Large float32 products go to oneDNN, except on Intel's processors. MKL, which the compiler takes,
-  uses vectors of half the width on processors of other makers.
-* On those processors, small products become loops that the compiler generates: a call of MKL takes
-  microseconds to begin.
+* Large and small float32 products leave MKL, which the compiler takes, except on Intel's
+  processors: ``products`` has them.
 * A sum that keeps its dimensions for a view without them drops them: a view takes time to make.
   The gradient of a bias is such a sum.
 * Values that are costly, few and used by many are computed once. Adam's powers bᵗ are two numbers
@@ -15,8 +13,7 @@ Values stay the same, up to rounding. The compiler calls these rewrites by its p
 
 Others keep errors of the compiler away: ``workarounds`` has them.
 
-The key of the compiler's cache hashes the files of the rewrites, which are the three of ``FILES``.
-The import defines an operator, so it happens with the first function that is compiled.
+The key of the compiler's cache hashes the files of the rewrites, which are those of ``FILES``.
 """
 
 import math
@@ -24,46 +21,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, library
+from torch import distributed
 from torch.fx import Graph, Node
 
-from purestep.compiling import nodes, workarounds
+from purestep.compiling import nodes, products, workarounds
 from purestep.compiling.nodes import (
     insert_call,
-    insert_clone,
     is_on_cpu,
     is_pointwise,
     is_view,
-    skip_views,
+    store_value,
     value_of,
 )
-from purestep.torch_private import SCAN_NAME, graph_pass, onednn_linear
+from purestep.torch_private import SCAN_NAME, graph_pass
 
 _aten = torch.ops.aten
 
-FILES = (__file__, nodes.__file__, workarounds.__file__)
-
-MIN_ONEDNN_MULTIPLICATIONS = 2**23
-"""Multiplications that repay the ten microseconds that a call of oneDNN takes to begin.
-
-On an EPYC with a fast MKL 2²⁴ do. Where MKL takes twice as long, fewer do.
-"""
-
-MAX_LOOPED_MULTIPLICATIONS = 2**16
-"""The most multiplications for which a plain loop takes no longer than a call of MKL."""
-
-MAX_PRODUCTS_PER_PASS = 4
-"""The most products that a loop adds to its sum in one pass.
-
-Each pass waits for the addition of the pass before, so a loop of fewer passes ends sooner. With
-eight products it takes longer again.
-"""
-
-MIN_PASSES = 8
-"""The fewest passes of a loop with several products in each.
-
-The compiler unrolls a loop of fewer passes, and takes up to half a second to compile that.
-"""
+FILES = (__file__, nodes.__file__, products.__file__, workarounds.__file__)
 
 MIN_USERS_PER_VALUE = 16
 """Elements for each costly value that repay the memory to store it."""
@@ -97,7 +71,8 @@ def inductor_options() -> dict[str, Any]:
     """
     has_ranks = distributed.is_available() and distributed.is_initialized()
     has_accelerator = torch.accelerator.is_available()
-    rewrites = graph_pass(rewrite_graph, FILES, _cpu_name())
+    limits = products.find_limits(torch.cpu.get_capabilities())
+    rewrites = graph_pass(rewrite_graph, FILES, repr(limits))
     return {
         "cpp_wrapper": not (has_accelerator or has_ranks),
         "post_grad_custom_post_pass": rewrites,
@@ -119,17 +94,13 @@ def rewrite_graph(graph: Graph) -> None:
     workarounds.isolate_writes(graph)
     split_addmm(graph)
     drop_summed_dims(graph)
-    if onednn_is_faster(_cpu_name()):
-        sum_small_products(graph)
-        use_onednn(graph)
+    limits = products.find_limits(torch.cpu.get_capabilities())
+    if limits is not None:
+        products.sum_small_products(graph, limits.max_looped)
+        products.use_onednn(graph, limits.min_onednn)
     hoist_scalars(graph)
     # Last, when it shows which values are in memory.
     workarounds.store_compared(graph)
-
-
-def _cpu_name() -> str:
-    capabilities = torch.cpu.get_capabilities()
-    return str(capabilities.get("cpu_name", ""))
 
 
 def split_addmm(graph: Graph) -> None:
@@ -189,171 +160,6 @@ def _reshapes_to(node: Node, shape: torch.Size) -> bool:
     return all(isinstance(size, int) for size in sizes) and new_shape == shape
 
 
-def onednn_is_faster(cpu_name: str) -> bool:
-    """Returns whether oneDNN outruns MKL on a processor, by its name.
-
-    ``cpu_name`` is that of ``torch.cpu.get_capabilities()``. True for all but Intel's, also for an
-    empty name. False if this torch lacks oneDNN or MKL.
-
-    >>> onednn_is_faster("AMD EPYC"), onednn_is_faster("Intel Xeon")
-    (True, False)
-    """
-    has_mkl = torch.backends.mkl.is_available()
-    has_onednn = torch.backends.mkldnn.is_available()
-    return has_mkl and has_onednn and "intel" not in cpu_name.lower()
-
-
-def sum_small_products(graph: Graph) -> None:
-    """Replaces small float32 matrix products on the CPU by loops of the compiler, in place.
-
-        (a @ b)[m, n] = Σₖ a[m, k] · b[k, n]
-
-    A matrix that is computed pointwise is stored before. A product stays if the elements of a row
-    of ``b`` do not lie side by side, or if a size is unknown.
-    """
-    for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
-        a, b = node.args
-        if not _repays_loop(value_of(a), value_of(b)):
-            continue
-        # Views come last: once h is stored, its view h.t() needs no store.
-        for matrix in sorted(node.all_input_nodes, key=is_view):
-            if _is_inlined(matrix):
-                # The loop would compute each element anew for each product with it.
-                _store(graph, matrix)
-        a, b = node.args
-        with graph.inserting_before(node):
-            product = _insert_loop(graph, a, b)
-        node.replace_all_uses_with(product)
-        graph.erase_node(node)
-
-
-def _insert_loop(graph: Graph, a: Node, b: Node) -> Node:
-    """Inserts ``a @ b`` as a loop where the graph inserts, and returns the node of the product.
-
-    Each of K / S passes adds S products:
-
-        (a @ b)[m, n] = Σᵢ (a[m, Si] · b[Si, n] + ... + a[m, Si + S - 1] · b[Si + S - 1, n])
-
-    S is the greatest common divisor of K and ``MAX_PRODUCTS_PER_PASS``. It is 1 if ``b`` has one
-    column, or if there would be fewer than ``MIN_PASSES`` passes.
-    """
-    size, num_columns = value_of(b).shape
-    step = math.gcd(size, MAX_PRODUCTS_PER_PASS)
-    # A loop over one column reads vectors of a's rows, which must lie side by side.
-    if num_columns == 1 or size // step < MIN_PASSES:
-        step = 1
-    products = []
-    for first in range(step):
-        columns = insert_call(graph, _aten.slice.Tensor, a, 1, first, size, step)
-        rows = insert_call(graph, _aten.slice.Tensor, b, 0, first, size, step)
-        columns = insert_call(graph, _aten.unsqueeze.default, columns, 2)
-        rows = insert_call(graph, _aten.unsqueeze.default, rows, 0)
-        products.append(insert_call(graph, _aten.mul.Tensor, columns, rows))
-    added, *others = products
-    for product in others:
-        added = insert_call(graph, _aten.add.Tensor, added, product)
-    return insert_call(graph, _aten.sum.dim_IntList, added, [1])
-
-
-def _repays_loop(a: Tensor, b: Tensor) -> bool:
-    """Returns whether ``a @ b`` is small, in float32 and on the CPU, with dense rows in ``b``.
-
-    Small means at most ``MAX_LOOPED_MULTIPLICATIONS``. With an unknown size, it is not small.
-    """
-    is_small = _num_multiplications(a, b) <= MAX_LOOPED_MULTIPLICATIONS
-    return is_small and _is_float32_on_cpu(a) and _has_dense_rows(b)
-
-
-def _num_multiplications(a: Tensor, b: Tensor) -> float:
-    """Returns the number of multiplications in ``a @ b``; infinite if a size is unknown."""
-    sizes = (*a.shape, b.shape[1])
-    if not all(isinstance(size, int) for size in sizes):
-        return math.inf
-    num_multiplications: int = math.prod(sizes)
-    return num_multiplications
-
-
-def _is_float32_on_cpu(matrix: Tensor) -> bool:
-    return matrix.device.type == "cpu" and matrix.dtype == torch.float32
-
-
-def _is_inlined(node: Node) -> bool:
-    """Returns whether a node is pointwise, or a view of such a node, and no copy.
-
-    A copy is what ``_store`` makes.
-    """
-    node = skip_views(node)
-    return is_pointwise(node) and node.target is not _aten.clone.default
-
-
-def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Computes ``a @ b`` of float32 matrices on the CPU by oneDNN; small products by ``torch.mm``.
-
-    >>> onednn_matmul(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    tensor([[1., 2.],
-            [3., 4.]])
-    """
-    if a.shape[0] * b.numel() < MIN_ONEDNN_MULTIPLICATIONS:
-        return torch.mm(a, b)
-    dims = sorted(zip(b.stride(), b.shape, strict=True))
-    (inner_stride, inner_size), (outer_stride, _) = dims
-    if inner_stride != 1 or outer_stride < inner_size:
-        # oneDNN refuses rows that overlap, and takes a thousand times as long over gaps.
-        b = b.contiguous()
-    # Without a bias, and without an operation after the product.
-    return onednn_linear(a, b.t(), None, "none", [], "")
-
-
-def _product_shape(a: Tensor, b: Tensor) -> Tensor:
-    num_rows, _ = a.shape
-    _, num_columns = b.shape
-    return a.new_empty(num_rows, num_columns)
-
-
-_operators = library.Library("purestep", "DEF")
-_operators.define(
-    "product(Tensor a, Tensor b) -> Tensor",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-_operators.impl("product", onednn_matmul, "CPU")
-_operators.impl("product", _product_shape, "Meta")
-
-
-def use_onednn(graph: Graph) -> None:
-    """Replaces large float32 matrix products on the CPU by ``onednn_matmul``, in place.
-
-    Inserts a contiguous copy of the first matrix if its rows are not contiguous. Sizes that are
-    unknown count as large.
-    """
-    for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
-        a, b = node.args
-        a_value = value_of(a)
-        if not _repays_onednn(a_value, value_of(b)):
-            continue
-        with graph.inserting_before(node):
-            if not _has_dense_rows(a_value):
-                # Columns cost more to read than this copy, which is often fused.
-                a = insert_clone(graph, a)
-            replacement = insert_call(graph, torch.ops.purestep.product.default, a, b)
-        node.replace_all_uses_with(replacement)
-        graph.erase_node(node)
-
-
-def _repays_onednn(a: Tensor, b: Tensor) -> bool:
-    """Returns whether ``a @ b`` is a float32 product on the CPU, and large.
-
-    Sizes that are unknown count as large: ``onednn_matmul`` checks again.
-    """
-    is_large = _num_multiplications(a, b) >= MIN_ONEDNN_MULTIPLICATIONS
-    return is_large and _is_float32_on_cpu(a)
-
-
-def _has_dense_rows(matrix: Tensor) -> bool:
-    stride = matrix.stride(1)
-    # A stride that is not known yet is a torch.SymInt.
-    return isinstance(stride, int) and stride == 1
-
-
 def hoist_scalars(graph: Graph) -> None:
     """Stores values that are costly, few and used by many, so that no loop repeats them; in place.
 
@@ -374,7 +180,7 @@ def hoist_scalars(graph: Graph) -> None:
             continue
         costly.add(node)
         if _repays_memory(node, reach[node]):
-            _store(graph, node)
+            store_value(graph, node)
 
 
 def _measure_reach(graph: Graph) -> dict[Node, float]:
@@ -407,23 +213,6 @@ def _repays_memory(node: Node, reach: float) -> bool:
         return False
     enough = MIN_USERS_PER_VALUE * num_elements
     return reach >= enough and not _has_one_small_user(node, enough)
-
-
-def _store(graph: Graph, node: Node) -> None:
-    """Makes the compiler store the value of a node, in place: its users read a view of a copy.
-
-    The view needs memory, so the compiler does not compute the value again in each loop.
-    """
-    users = list(node.users)
-    with graph.inserting_after(node):
-        copy = insert_clone(graph, node)
-    value = value_of(copy)
-    shape = list(value.shape)
-    strides = list(value.stride())
-    with graph.inserting_after(copy):
-        view = insert_call(graph, _aten.as_strided.default, copy, shape, strides)
-    for user in users:
-        user.replace_input_with(node, view)
 
 
 def _has_one_small_user(node: Node, enough: float) -> bool:

@@ -54,3 +54,22 @@ def insert_call(graph: Graph, function: Any, *args: Any, **kwargs: Any) -> Node:
     values = torch.fx.node.map_arg(args, value_of)
     node.meta["val"] = function(*values, **kwargs)
     return node
+
+
+def store_value(graph: Graph, node: Node) -> None:
+    """Makes the compiler store the value of a node, in place: its users read a view of a copy.
+
+    The view needs memory, so the compiler does not compute the value again in each loop.
+    """
+    users = list(node.users)
+    with graph.inserting_after(node):
+        copy = insert_clone(graph, node)
+    value = value_of(copy)
+    shape = list(value.shape)
+    strides = list(value.stride())
+    with graph.inserting_after(copy):
+        view = insert_call(
+            graph, torch.ops.aten.as_strided.default, copy, shape, strides
+        )
+    for user in users:
+        user.replace_input_with(node, view)
