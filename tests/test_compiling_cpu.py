@@ -378,6 +378,8 @@ def test_small_products_become_loops() -> None:
     assert operators_with_products(torch.addmm, y[0], x, y) == [*looped, ADDED]
     transposed = operators_with_products(lambda x: x.t() @ x, x)
     assert transposed[1:] == operators_of_loop(1)
+    copied = operators_with_products(torch.mm, x, integers(64, 64, seed=1).t())
+    assert copied == ["aten.clone.default", "aten.as_strided.default", *looped]
 
 
 def test_small_products_become_loops_where_onednn_is_faster() -> None:
@@ -415,7 +417,9 @@ def test_products_that_no_loop_repays_stay() -> None:
     y = integers(64, 64, seed=1)
 
     larger = operators_with_products(torch.mm, integers(17, 64), y)
-    transposed = operators_with_products(torch.mm, x, y.t())
+    transposed = operators_with_products(
+        torch.mm, integers(8, 65), integers(64, 65, seed=1).t()
+    )
     wide = operators_with_products(torch.mm, x.double(), y.double())
     loops = partial(sum_small_products, max_multiplications=NARROW.max_looped)
     unknown = operators_after(loops, torch.mm, x, y[:, :32], mode="symbolic")

@@ -57,19 +57,24 @@ def insert_call(graph: Graph, function: Any, *args: Any, **kwargs: Any) -> Node:
 
 
 def store_value(graph: Graph, node: Node) -> None:
-    """Makes the compiler store the value of a node, in place: its users read a view of a copy.
+    """Makes the compiler store the value of a node, in place: its users read a stored copy."""
+    users = list(node.users)
+    with graph.inserting_after(node):
+        stored = insert_stored(graph, node)
+    for user in users:
+        user.replace_input_with(node, stored)
+
+
+def insert_stored(graph: Graph, node: Node) -> Node:
+    """Inserts a contiguous copy of a node, and returns a view that reads it from memory.
 
     The view needs memory, so the compiler does not compute the value again in each loop.
     """
-    users = list(node.users)
-    with graph.inserting_after(node):
-        copy = insert_clone(graph, node)
+    copy = insert_clone(graph, node)
     value = value_of(copy)
     shape = list(value.shape)
     strides = list(value.stride())
     with graph.inserting_after(copy):
-        view = insert_call(
+        return insert_call(
             graph, torch.ops.aten.as_strided.default, copy, shape, strides
         )
-    for user in users:
-        user.replace_input_with(node, view)

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from purestep.compiling.nodes import (
     insert_call,
     insert_clone,
+    insert_stored,
     is_pointwise,
     is_view,
     skip_views,
@@ -61,6 +62,10 @@ The compiler unrolls a loop of fewer passes, and takes up to half a second to co
 """
 
 
+MAX_COPIED_ELEMENTS = 2**12
+"""The most elements of a matrix whose copy and loop take less time than a call of MKL."""
+
+
 def find_limits(capabilities: Mapping[str, Any]) -> Limits | None:
     """Returns the limits of products on a processor; None where MKL is best for all sizes.
 
@@ -89,8 +94,8 @@ def sum_small_products(graph: Graph, max_multiplications: int) -> None:
         (a @ b)[m, n] = Σₖ a[m, k] · b[k, n]
 
     Small are those of at most ``max_multiplications``. A matrix that is computed pointwise is
-    stored before. A product stays if the elements of a row of ``b`` do not lie side by side, or if
-    a size is unknown.
+    stored before. So is ``b`` if the elements of a row do not lie side by side: loops read rows. A
+    product stays if that copies more than ``MAX_COPIED_ELEMENTS``, or if a size is unknown.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
         a, b = node.args
@@ -103,6 +108,8 @@ def sum_small_products(graph: Graph, max_multiplications: int) -> None:
                 store_value(graph, matrix)
         a, b = node.args
         with graph.inserting_before(node):
+            if not _has_dense_rows(value_of(b)):
+                b = insert_stored(graph, b)
             product = _insert_loop(graph, a, b)
         node.replace_all_uses_with(product)
         graph.erase_node(node)
@@ -137,12 +144,13 @@ def _insert_loop(graph: Graph, a: Node, b: Node) -> Node:
 
 
 def _repays_loop(a: Tensor, b: Tensor, max_multiplications: int) -> bool:
-    """Returns whether ``a @ b`` is small, in float32 and on the CPU, with dense rows in ``b``.
+    """Returns whether ``a @ b`` is small, in float32 and on the CPU.
 
-    With an unknown size, it is not small.
+    With an unknown size, it is not small. Rows of ``b`` that are not dense have to be few.
     """
     is_small = _num_multiplications(a, b) <= max_multiplications
-    return is_small and _is_float32_on_cpu(a) and _has_dense_rows(b)
+    repays_copy = _has_dense_rows(b) or b.numel() <= MAX_COPIED_ELEMENTS
+    return is_small and _is_float32_on_cpu(a) and repays_copy
 
 
 def _num_multiplications(a: Tensor, b: Tensor) -> float:
