@@ -118,17 +118,6 @@ def compile_and_list_graphs(
     return compiled, graphs
 
 
-def make_aot_backend(forward: Any, backward: Any) -> Any:
-    """Makes a backend from a compiler of forward passes and one of backward passes."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_compiler
-
-    return aot_autograd(
-        fw_compiler=make_boxed_compiler(forward),
-        bw_compiler=make_boxed_compiler(backward),
-    )
-
-
 def init_function_of(model: Any) -> Any:
     """Returns the function by which a model of transformers initializes one part of itself."""
     return model._init_weights

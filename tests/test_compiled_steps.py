@@ -19,7 +19,7 @@ from purestep import tree
 from purestep.torch_private import TRACES_AUTOGRAD
 from purestep.types import UpdateStep
 from support.strategies import assert_same
-from support.torch_private import limit_recompilations, make_aot_backend
+from support.torch_private import limit_recompilations
 from tests.counted_graphs import (
     ADAM,
     AOT,
@@ -219,60 +219,6 @@ def test_a_backend_that_fails_is_not_asked_again() -> None:
     with pytest.raises(Exception, match="no graph"):
         run_steps(compiled, SGD, GROUPS[:1])
     assert num_calls == 1
-
-
-def fail_when_run(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-    """Is a compiler whose graphs raise an error."""
-
-    def run(*args: Any) -> Any:
-        raise ArithmeticError("a kernel has failed")
-
-    return run
-
-
-def break_backward_pass() -> Any:
-    """Makes a compiler without one graph of both passes, whose backward passes then fail."""
-    num_graphs = 0
-
-    def fail_first(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        nonlocal num_graphs
-        num_graphs += 1
-        if num_graphs == 1:
-            raise ArithmeticError("no graph of both passes")
-        return graph.forward
-
-    backend = make_aot_backend(fail_first, fail_when_run)
-    return partial(torch.compile, backend=backend)
-
-
-@pytest.mark.parametrize(
-    "compiler",
-    [partial(torch.compile, backend=fail_when_run), break_backward_pass()],
-    ids=["one graph", "a graph of the backward pass"],
-)
-def test_a_graph_that_fails_when_it_runs(compiler: Any) -> None:
-    """The loss runs eagerly from then on, and a warning says why."""
-    reason = "(?s)cannot make one graph of .* that runs.*a kernel has failed"
-    with pytest.warns(UserWarning, match=reason) as warnings:
-        ours = run_steps(make_step(ADAM, compile=compiler), ADAM, GROUPS)
-    assert sum("that runs" in str(warning.message) for warning in warnings) == 1
-
-    assert_same(ours, run_steps(make_step(ADAM), ADAM, GROUPS))
-
-
-def test_a_graph_that_fails_where_it_adds_to_sums() -> None:
-    """Some sums may have their gradient by then, so nothing runs again."""
-    num_graphs = 0
-
-    def fail_second(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        nonlocal num_graphs
-        num_graphs += 1
-        return fail_when_run(graph, inputs) if num_graphs == 2 else graph.forward
-
-    step = make_step(ADAM, compile=partial(torch.compile, backend=fail_second))
-    with pytest.raises(ArithmeticError, match="a kernel has failed"):
-        run_steps(step, ADAM, GROUPS[1:2])
-    assert num_graphs == 2
 
 
 @pytest.mark.parametrize("before", ["nothing", "a step", "a mode"])

@@ -164,11 +164,9 @@ def with_fallback(
         # There is no cause where the compiler is switched off.
         broken = cause is not None
         if cause is not None and warns:
-            which = "" if fails_to_compile(cause) else " that runs"
             warnings.warn(
-                f"compile=True: torch.compile cannot make one graph of {no_graph}{which}, so from "
-                "now on it runs eagerly. Change what stops it, or pass compile=False. "
-                f"{_explain(cause)}",
+                f"compile=True: torch.compile cannot make one graph of {no_graph}, so from now on "
+                f"it runs eagerly. Change what stops it, or pass compile=False. {_explain(cause)}",
                 stacklevel=2,
             )
         return result
@@ -177,11 +175,7 @@ def with_fallback(
 
 
 class NoGraph(Exception):  # noqa: N818
-    """Says that the compiler makes no graph of a function, or one that fails when it runs."""
-
-
-def _always(*args: Any) -> bool:
-    return True
+    """Says that the compiler cannot make one graph of a function."""
 
 
 def compile_one_graph(
@@ -189,14 +183,12 @@ def compile_one_graph(
     compile_: bool | Compiler,
     *,
     may_fix_sizes: bool = True,
-    may_rerun: Callable[..., bool] = _always,
 ) -> Callable[..., Any]:
     """Makes a function that runs one graph; its call raises ``NoGraph`` where there is none.
 
-    It also raises ``NoGraph`` for an error inside of the graph or the compiler, which is its cause.
-    The function itself may have raised it: only an eager run shows that. A graph that writes to its
-    arguments may have done so before it fails. Where ``may_rerun(*args)`` is False, its error is
-    therefore raised as it is.
+    ``NoGraph`` is raised before anything is computed, unless a backend runs the graph uncompiled,
+    and fails at a checkpoint. It also stands for an error that the function raises in a trace.
+    Other errors, as ``raise_no_graph`` tells them apart, are raised as they are.
 
     The function takes positional arguments, where no transform is active. It raises
     ``RuntimeError`` under the caller's ``saved_tensors_hooks``, until its own graph has needed
@@ -236,11 +228,9 @@ def compile_one_graph(
                 raise
             except Exception as raised:
                 error = raised
-        if not (may_rerun(*args) or fails_to_compile(error)):
-            raise error
         other = _another_way(error, way)
         if other == way:
-            raise NoGraph(_name_of(function)) from error
+            raise_no_graph(function, error)
         way = other
         graph = _compile_fully(traced, compile_, way)
         return run(*args)
@@ -249,31 +239,28 @@ def compile_one_graph(
 
 
 def raise_no_graph(function: Callable[..., Any], error: Exception) -> NoReturn:
-    """Raises ``NoGraph`` from an error of the compiler or of its graph, else raises the error.
+    """Raises ``NoGraph`` if ``error`` rose while the compiler worked, else raises ``error``.
 
-    The message is the name of ``function``.
+    It also raises ``NoGraph`` if a backend ran the graph uncompiled, and failed at a checkpoint.
+    The error is the cause of ``NoGraph``, whose message is the name of ``function``. The function
+    itself may have raised it in a trace: only an eager run shows that.
     """
-    if fails_to_compile(error) or _passes(error, "_aot_autograd/runtime_wrappers.py"):
+    # A backend that runs the graph by torch itself fails at a checkpoint, in the forward pass.
+    is_checkpoint = "don't yet support saved tensor hooks" in str(error)
+    if is_checkpoint or is_compiler_error(error) or _rose_in_the_compiler(error):
         raise NoGraph(_name_of(function)) from error
     raise error
 
 
-def fails_to_compile(error: BaseException) -> bool:
-    """Returns whether an error rose while the compiler worked, or at a checkpoint.
+def _rose_in_the_compiler(error: Exception) -> bool:
+    """Returns whether the traceback of an error leads through Dynamo, torch's compiler.
 
-    Some errors of the compiler are plain ``AssertionError``, as those about ``torch.cond``, so
-    tracebacks tell more than classes. An error that a function raises while it is traced counts,
-    too. A backend that runs the graph by torch itself fails at a checkpoint, in the forward pass.
+    The class of an error does not tell: some of the compiler's are plain ``AssertionError``, as
+    those about ``torch.cond``. An error that a function raises while it is traced counts, too.
     """
-    is_checkpoint = "don't yet support saved tensor hooks" in str(error)
-    in_trace = _passes(error, "_dynamo/convert_frame.py")
-    return is_checkpoint or is_compiler_error(error) or in_trace
-
-
-def _passes(error: BaseException, file: str) -> bool:
-    """Returns whether the traceback of an error leads through a file whose path ends so."""
     frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_filename.endswith(file) for frame, _ in frames)
+    files = {frame.f_code.co_filename for frame, _ in frames}
+    return any(file.endswith("_dynamo/convert_frame.py") for file in files)
 
 
 class Way(NamedTuple):

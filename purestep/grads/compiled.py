@@ -70,15 +70,8 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
             new_totals.append(total.add_(grad) if total.ndim else total + grad)
         return new_totals, result
 
-    def may_rerun(params: Tree, totals: list[Tensor] | None, *_: Any) -> bool:
-        # A graph that fails midway has added to some of its sums.
-        return totals is None
-
     run_graph = graph.compile_one_graph(
-        functools.wraps(loss_fn)(sum_grads),
-        compile_,
-        may_fix_sizes=False,
-        may_rerun=may_rerun,
+        functools.wraps(loss_fn)(sum_grads), compile_, may_fix_sizes=False
     )
 
     def grad_fn(
@@ -138,7 +131,7 @@ def backward_of_compiled_loss(
         except graph.NoGraph:
             raise
         except Exception as error:
-            # The graph of the backward pass ends, or fails, before anything is added to a sum.
+            # The backward pass is compiled when it first runs, before it adds to any sum.
             graph.raise_no_graph(loss_fn, error)
 
     return graph.with_fallback(grad_fn, inplace_backward(loss_fn, own_leaves))
