@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from purestep.grads.functional import add_grads
+from purestep.grads.microbatch import GradAccumulator
 
 Batch = dict[str, Tensor]
 ONE = torch.tensor(1.0)
@@ -18,6 +20,15 @@ def linear(w: Tensor, m: Tensor) -> Tensor:
 
 
 TWO_MICROBATCHES = [torch.ones(2), torch.ones(2)]
+
+
+def test_a_first_gradient_becomes_the_sum_itself() -> None:
+    """A copy for each leaf would cost a pass over the params."""
+    for settings in ({}, {"copy": True}):
+        accumulator = GradAccumulator([None], [torch.float32])
+        add_grads(accumulator, [ONE], **settings)
+        (total,) = accumulator.values
+        assert (total is ONE) == (not settings)
 
 
 @pytest.mark.parametrize("group", [TWO_MICROBATCHES, []])

@@ -221,6 +221,22 @@ def test_a_backend_that_fails_is_not_asked_again() -> None:
     assert num_calls == 1
 
 
+def test_a_graph_that_fails_when_it_runs() -> None:
+    """It may have written to data by then, so nothing runs again; a note says how to go on."""
+
+    def fail_when_run(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        def run(*args: Any) -> Any:
+            raise ArithmeticError("a kernel has failed")
+
+        return run
+
+    step = make_step(SGD, compile=partial(torch.compile, backend=fail_when_run))
+    with pytest.raises(ArithmeticError, match="a kernel has failed") as raised:
+        run_steps(step, SGD, GROUPS[:1])
+    (note,) = raised.value.__notes__
+    assert note.startswith("The graph of loss_fn that compile=True made has failed")
+
+
 @pytest.mark.parametrize("before", ["nothing", "a step", "a mode"])
 def test_no_body_of_a_loop_runs_a_step(before: str) -> None:
     """There autograd would silently give zeros: the compiler takes its operations below it.

@@ -17,6 +17,9 @@ from benchmarks.random_losses import WAYS, compare, draw_loss
 SEEDS = [1, 10, 15, 22, 29, 35, 39]
 """Losses whose updates plain ``torch.compile`` computes wrong on a CPU, by torch 2.13."""
 
+SPARE_SECONDS = 5
+"""What the section leaves of its time, to end by itself."""
+
 NUM_PROCESSES = 4
 """How many compile at once. Nearly all of the time is compilation."""
 
@@ -24,22 +27,24 @@ NUM_PROCESSES = 4
 def run_losses(run: Run) -> None:
     """Compares each loss in each way while there is time; in a tiny run, eager with itself."""
     ways = ["eager"] if run.tiny else WAYS
-    paths = [(f"loss {seed}", way) for seed in SEEDS for way in ways]
-    for path in paths:
-        run.add(*path, skipped="no time was left")
-    with make_pool(run) as pool:
-        futures = {
-            pool.submit(compare_compiled, seed, way, run.device): (f"loss {seed}", way)
-            for seed in SEEDS
-            for way in ways
-        }
-        for future in as_completed(futures):
-            path = futures[future]
-            run.entries[path[0]][path[1]].clear()
-            with run.attempt(*path):
+    paths = [(seed, way) for seed in SEEDS for way in ways]
+    pool = make_pool(run)
+    futures = {pool.submit(compare_compiled, *path, run.device): path for path in paths}
+    try:
+        for future in as_completed(futures, timeout=run.seconds_left() - SPARE_SECONDS):
+            seed, way = futures[future]
+            with run.attempt(f"loss {seed}", way):
                 distance, is_wrong = future.result()
-                run.add(*path, distance=distance)
-                run.check(*path, right=not is_wrong)
+                run.add(f"loss {seed}", way, distance=distance)
+                run.check(f"loss {seed}", way, right=not is_wrong)
+            del futures[future]
+    except TimeoutError:
+        for seed, way in futures.values():
+            run.add(f"loss {seed}", way, skipped="no time was left")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()
 
 
 def make_pool(run: Run) -> Executor:

@@ -244,11 +244,18 @@ def raise_no_graph(function: Callable[..., Any], error: Exception) -> NoReturn:
     It also raises ``NoGraph`` if a backend ran the graph uncompiled, and failed at a checkpoint.
     The error is the cause of ``NoGraph``, whose message is the name of ``function``. The function
     itself may have raised it in a trace: only an eager run shows that.
+
+    Any other error rose while the graph ran. It gets a note of how to tell whose it is: to run
+    again here could write twice to data and buffers, and launch collectives twice.
     """
     # A backend that runs the graph by torch itself fails at a checkpoint, in the forward pass.
     is_checkpoint = "don't yet support saved tensor hooks" in str(error)
     if is_checkpoint or is_compiler_error(error) or _rose_in_the_compiler(error):
         raise NoGraph(_name_of(function)) from error
+    error.add_note(
+        f"The graph of {_name_of(function)} that compile=True made has failed as it ran. If "
+        "compile=False takes the same step, this is an error of torch's compiler."
+    )
     raise error
 
 
