@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import purestep as ps
 from purestep import tree
+from purestep.compiling.graph import LetSizesVary
 from purestep.torch_private import TRACES_AUTOGRAD
 from purestep.types import UpdateStep
 from support.strategies import assert_same
@@ -204,6 +205,19 @@ def test_what_torch_compiles_is_compiled_in_a_whole_step(loss: Any) -> None:
     assert_close(
         run_steps(compiled, SGD, SIZES), run_steps(make_step(SGD, loss), SGD, SIZES)
     )
+
+
+def test_dropout_whose_sizes_may_vary_is_dropout() -> None:
+    """torch 2.11 takes it in every whole step, and later ones where params require grad."""
+    x = torch.ones(1000)
+    with LetSizesVary():
+        kept = functional.dropout(x, 0.25)
+        evaluated = functional.dropout(x, 0.25, training=False)
+        with pytest.raises(ValueError, match="has to be between 0 and 1"):
+            functional.dropout(x, 1.25)
+    assert {*kept.tolist()} == {0, (x[0] / 0.75).item()}
+    assert 700 < kept.count_nonzero() < 800
+    assert torch.equal(evaluated, x)
 
 
 def test_a_backend_that_fails_is_not_asked_again() -> None:
