@@ -89,6 +89,12 @@ SHAPES: list[tuple[int, ...]] = [
 ]
 
 
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
+def test_a_key_has_the_bits_of_its_seed(seed: int) -> None:
+    assert random.key(seed).item() == seed
+    assert random.key(seed % 2**64).item() == seed
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_element_is_drawn_by_its_coordinates(shape: tuple[int, ...]) -> None:
     """The counters are the coordinates, last one first.
