@@ -18,7 +18,7 @@ SEEDS = [1, 10, 15, 22, 29, 35, 39]
 """Losses whose updates plain ``torch.compile`` computes wrong on a CPU, by torch 2.13."""
 
 SPARE_SECONDS = 5
-"""What the section leaves of its time, to end by itself."""
+"""The section ends so long before its limit."""
 
 NUM_PROCESSES = 4
 """How many compile at once. Nearly all of the time is compilation."""

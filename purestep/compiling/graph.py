@@ -188,7 +188,7 @@ def compile_one_graph(
 
     ``NoGraph`` is raised before anything is computed, unless a backend runs the graph uncompiled,
     and fails at a checkpoint. It also stands for an error that the function raises in a trace.
-    Other errors, as ``raise_no_graph`` tells them apart, are raised as they are.
+    Other errors get a note, and are raised as they are: the graph has run by then.
 
     The function takes positional arguments, where no transform is active. It raises
     ``RuntimeError`` under the caller's ``saved_tensors_hooks``, until its own graph has needed
@@ -230,6 +230,12 @@ def compile_one_graph(
                 error = raised
         other = _another_way(error, way)
         if other == way:
+            if not _means_no_graph(error):
+                # To run again here could write twice to data, and launch collectives twice.
+                error.add_note(
+                    f"The graph of {_name_of(function)} that compile=True made has raised this. If "
+                    "compile=False takes the same step, it is an error of torch's compiler."
+                )
             raise_no_graph(function, error)
         way = other
         graph = _compile_fully(traced, compile_, way)
@@ -244,19 +250,19 @@ def raise_no_graph(function: Callable[..., Any], error: Exception) -> NoReturn:
     It also raises ``NoGraph`` if a backend ran the graph uncompiled, and failed at a checkpoint.
     The error is the cause of ``NoGraph``, whose message is the name of ``function``. The function
     itself may have raised it in a trace: only an eager run shows that.
-
-    Any other error rose while the graph ran. It gets a note of how to tell whose it is: to run
-    again here could write twice to data and buffers, and launch collectives twice.
     """
-    # A backend that runs the graph by torch itself fails at a checkpoint, in the forward pass.
-    is_checkpoint = "don't yet support saved tensor hooks" in str(error)
-    if is_checkpoint or is_compiler_error(error) or _rose_in_the_compiler(error):
+    if _means_no_graph(error):
         raise NoGraph(_name_of(function)) from error
-    error.add_note(
-        f"The graph of {_name_of(function)} that compile=True made has failed as it ran. If "
-        "compile=False takes the same step, this is an error of torch's compiler."
-    )
     raise error
+
+
+def _means_no_graph(error: Exception) -> bool:
+    """Returns whether an error rose while the compiler worked, or at a checkpoint.
+
+    A backend that runs the graph by torch itself fails at a checkpoint, in the forward pass.
+    """
+    is_checkpoint = "don't yet support saved tensor hooks" in str(error)
+    return is_checkpoint or is_compiler_error(error) or _rose_in_the_compiler(error)
 
 
 def _rose_in_the_compiler(error: Exception) -> bool:

@@ -36,11 +36,11 @@ class Limits(NamedTuple):
     max_looped: int
     """The most for which a plain loop takes no longer than a call of MKL."""
     min_onednn: int
-    """The fewest that repay the ten microseconds that a call of oneDNN takes to begin."""
+    """The fewest for which oneDNN is faster. A call of it takes ten microseconds to begin."""
 
 
 NARROW = Limits(max_looped=2**16, min_onednn=2**23)
-"""For processors that multiply 256 bits at once, which MKL fills."""
+"""For all other processors that are not Intel's."""
 
 WIDE = Limits(max_looped=2**17, min_onednn=2**21)
 """For processors that multiply 512 bits at once, of which MKL takes half.
@@ -49,7 +49,7 @@ From 2²³ multiplications on, MKL takes twice as long as oneDNN there.
 """
 
 MAX_PRODUCTS_PER_PASS = 4
-"""The most products that a loop adds to its sum in one pass.
+"""How many products each pass of a loop adds to its sum, at most.
 
 Each pass waits for the addition of the pass before, so a loop of fewer passes ends sooner. With
 eight products it takes longer again.
@@ -60,7 +60,6 @@ MIN_PASSES = 8
 
 The compiler unrolls a loop of fewer passes, and takes up to half a second to compile that.
 """
-
 
 MAX_COPIED_ELEMENTS = 2**12
 """The most elements of a matrix whose copy and loop take less time than a call of MKL."""
@@ -178,7 +177,8 @@ def _is_inlined(node: Node) -> bool:
 def onednn_matmul(a: Tensor, b: Tensor, min_multiplications: int = 1) -> Tensor:
     """Computes ``a @ b`` of float32 matrices on the CPU by oneDNN.
 
-    A product of fewer multiplications is one by ``torch.mm``. oneDNN takes none without elements.
+    A product of fewer than ``min_multiplications`` is one by ``torch.mm``. So is an empty one,
+    which oneDNN does not take.
 
     >>> onednn_matmul(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[1., 2.],
