@@ -183,7 +183,7 @@ def without_gradient(params: Any, batch: Batch) -> Tensor:
 
 
 def weight_sum(params: Any, batch: Batch) -> Tensor:
-    """Computes the same without the leaf."""
+    """Computes what ``without_gradient`` does, in plain arithmetic."""
     return hidden_weight(params).sum() * batch["y"]
 
 
@@ -232,7 +232,7 @@ class TwoLayers(torch.nn.Module):
         self.recomputes = recomputes
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sums the last layer's outputs."""
+        """Returns, for each token, the sum of squares of the second layer's outputs."""
         hidden = torch.relu(x @ self.first)
         if not self.recomputes:
             return self.last(hidden)
@@ -240,12 +240,15 @@ class TwoLayers(torch.nn.Module):
         return out
 
     def last(self, hidden: Tensor) -> Tensor:
-        """Runs the second layer, whose derivative needs the parameter's value."""
+        """Sums the second layer's squared outputs: their derivative needs the parameter's value."""
         return (hidden @ self.second).square().sum(-1)
 
 
 def make_module_loss(*, recomputes: bool, frozen: bool) -> Loss:
-    """Calls the module by ``torch.func.functional_call``; its own parameters may be frozen."""
+    """Makes a loss that calls a module by ``torch.func.functional_call``.
+
+    ``frozen``: the module's parameters require no gradient.
+    """
     module = TwoLayers(recomputes=recomputes).requires_grad_(not frozen)
 
     def loss(params: Any, batch: Batch) -> Tensor:

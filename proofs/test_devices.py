@@ -83,7 +83,7 @@ if DEVICE_TYPE == "lazy":
 
 
 def theorems_of(module: Any) -> list[Theorem]:
-    """Returns the theorems whose claims are defined in a module and run on the device."""
+    """Returns the theorems whose claims a module defines, except those in ``ON_THE_HOST``."""
     theorems = []
     for name, value in vars(module).items():
         if name in ON_THE_HOST or not isinstance(value, Theorem):
@@ -104,9 +104,9 @@ for module in (t01, t02, t03, t04, t05, t06, t07, t10, t13, t15, t17):
     ids=lambda theorem: f"{theorem.name} {theorem.claim.__name__}",
 )
 def test_holds_on_a_device(theorem: Theorem) -> None:
-    """The claim holds, with no wait in any step.
+    """Checks that each claim holds, with no wait in any step.
 
-    But for foreign optimizers, in T13: there the host reads whether a step is taken.
+    Steps of T13's ``donation`` may wait: foreign optimizers read there whether a step is taken.
 
     Each example of lazy tensors is traced, compiled and run, so there are fewer of them. Where a process has compiled
     thousands of graphs of lazy tensors, torch runs one that is of different tensors, now and then.

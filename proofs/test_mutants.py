@@ -25,7 +25,7 @@ def test_rejected(mutant: Mutant) -> None:
 
 
 def test_other_words_are_an_error() -> None:
-    """Words that the source does not have, or has twice, are refused."""
+    """Checks that words that the source does not have are refused."""
     mutant = Mutant(0, "", "", "step", "no such words", "")
     refused = pytest.raises(ValueError, match="does not have these words exactly once")
     with refused, mutants.planted(mutant):
@@ -33,7 +33,7 @@ def test_other_words_are_an_error() -> None:
 
 
 def test_table_is_complete() -> None:
-    """Each bug has one line, in their order: it is in the source, in the loop, or left to a theorem."""
+    """Checks that README.md has the current table, with one line for each bug, in order."""
     assert mutants.README.read_text() == mutants.written(), (
         "run python -m proofs.mutants"
     )

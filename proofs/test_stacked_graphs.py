@@ -49,9 +49,10 @@ def share_memory(params: Any) -> bool:
 
 
 def can_be_compiled(drawn: Any) -> bool:
-    """Returns whether a drawn case has one rank, and several microbatches of one shape to stack.
+    """Returns whether a drawn case has one rank, and several microbatches of one shape in a stack.
 
-    A case of T13 must keep its params finite: torch's compiler makes another graph for a NaN.
+    It must use no bridge, and its params must share no memory. A case of T13 must keep its params
+    finite: torch's compiler makes another graph for a NaN.
     """
     to_infinity = t13.SECOND_GROUPS[-1]
     if any(part is to_infinity for part in drawn):

@@ -49,7 +49,10 @@ EXACT: dict[str, Any] = {**CUT, "dtypes": [torch.float64], "trees": True}
 
 @theorem("T1", steps(**CUT, bridges=BRIDGES))
 def cut_invariance(system: System, drawn: StepCase) -> None:
-    """The state, the loss, the count and the norm are those of the one big batch, to the bit."""
+    """Checks that state, loss and count are the big batch's to the bit.
+
+    The norm is the same but for rounding.
+    """
     case, setup, groups = drawn
     *_, metrics = check_step(system, setup, case, groups)
     evaluate = system.make_eval_step(case.loss_fn, weight_fn=get_weights)
@@ -65,9 +68,9 @@ def loss_with_terms(params: Any, batch: Batch) -> ps.LossOutput:
 
 @theorem("T1", steps(**EXACT, axes=["one"], normalize="loss"))
 def terms(system: System, drawn: StepCase) -> None:
-    """∇[L + (1/M) Σₘ termₘ] over the M non-empty microbatches, whichever rank has them, and aux summed over all.
+    """Checks ∇[L + (1/M) Σₘ termₘ] over all ranks' M non-empty microbatches, and the summed aux.
 
-    To the bit where M is a power of two, of which the mean is exact, too.
+    Gradients and loss are compared where M is a power of two: then the mean is exact, too.
     """
     case, setup, groups = drawn
     ignored = without_tokens(case.batch)
@@ -165,7 +168,7 @@ def recomputation(system: System, drawn: tuple[StepCase, bool]) -> None:
 
 @theorem("T1", st.tuples(steps(**EXACT), st.booleans()))
 def unreached(system: System, drawn: tuple[StepCase, bool]) -> None:
-    """A loss that does not depend on params is an error, and weight decay does not move them."""
+    """Checks that a loss that does not depend on params is an error."""
     (case, setup, groups), no_grad = drawn
 
     def detached(params: Any, batch: Batch) -> torch.Tensor:
@@ -189,9 +192,10 @@ HALF_PRECISION_SETUPS = [
 
 @theorem("T1", st.sampled_from(HALF_PRECISION_SETUPS))
 def many_microbatches(system: System, drawn: tuple[Setup, torch.dtype]) -> None:
-    """A thousand microbatches in half precision sum within the bound of float32, over ranks too.
+    """Checks that a thousand gradients in half precision sum as in float32, over ranks too.
 
-    With ``normalize="grads"`` the sum is beyond the range of float16.
+    Each of them may round twice in half precision. With ``normalize="grads"`` the sum is beyond
+    the range of float16.
     """
     setup, dtype = drawn
     count = 1000

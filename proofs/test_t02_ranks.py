@@ -35,7 +35,10 @@ GRID: Any = {
 
 @theorem("T2", steps(**RANKS))
 def rank_invariance(system: System, drawn: StepCase) -> None:
-    """The state, the loss, the norm and the counts are those of the one big batch, to the bit."""
+    """Checks that state, loss and counts are the big batch's to the bit.
+
+    The norm is the same but for rounding.
+    """
     case, setup, groups = drawn
     check_step(system, setup, case, groups)
 

@@ -22,7 +22,10 @@ def make_reordered_case(choose: Chooser) -> tuple[StepCase, Groups]:
 
 @theorem("T3", builds(make_reordered_case))
 def order_invariance(system: System, drawn: tuple[StepCase, Groups]) -> None:
-    """Rows, microbatches and ranks in another order: the same state and metrics, to the bit."""
+    """Checks that rows in another order, cut and share give the same state and metrics, to the bit.
+
+    The number of microbatches may differ.
+    """
     (case, setup, groups), reordered = drawn
     *expected, metrics = check_step(system, setup, case, groups)
     state = case.params, case.opt_state

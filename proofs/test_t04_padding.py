@@ -14,7 +14,10 @@ from support.theorem import System, as_tests, theorem
 
 @theorem("T4", steps())
 def padding_invariance(system: System, drawn: StepCase) -> None:
-    """State and metrics with padding are those without, to the bit; so are aux and evaluation."""
+    """Checks that padding changes no bit of the state, the loss, the counts, aux and evaluation.
+
+    The norm is the same but for rounding.
+    """
     check_metrics(system, drawn)
 
 

@@ -20,7 +20,10 @@ INTEGER_WEIGHTS = steps(fractional=False)
 
 @theorem("T5", st.tuples(INTEGER_WEIGHTS, st.integers(-12, 6).filter(bool)))
 def scale_invariance(system: System, drawn: tuple[StepCase, int]) -> None:
-    """c·w for w: the same state and loss, to the bit, also where they sum to less than 1."""
+    """Checks that weights times a power of two give the same state and loss, to the bit.
+
+    They may then sum to less than 1.
+    """
     (case, setup, groups), power = drawn
     scale = 2.0**power
 
@@ -39,7 +42,10 @@ def scale_invariance(system: System, drawn: tuple[StepCase, int]) -> None:
 
 @theorem("T5", INTEGER_WEIGHTS)
 def repetition(system: System, drawn: StepCase) -> None:
-    """The token k times at weight 1: state and metrics of the batch in which it has weight k, to the bit."""
+    """Checks that a token k times at weight 1 gives the state and loss of weight k, to the bit.
+
+    The norm is the same but for rounding.
+    """
     case, setup, _ = drawn
     repeats = case.batch["w"].flatten().long()
     repeated = {}
@@ -70,7 +76,7 @@ class ChangingWeights:
 
 @theorem("T5", steps(fractional=False, axes=["one"]))
 def counted_once(system: System, drawn: StepCase) -> None:
-    """Weights that are drawn when they are computed: those that are counted multiply.
+    """Checks that weights are computed once for each microbatch, in a step and in evaluation.
 
     The loss, which may write to them then, runs once for each microbatch, too.
     """

@@ -250,9 +250,10 @@ def adamw_state(namesake: Namesake, leaf_numbers: set[int]) -> ps.optim.AdamWSta
 def test_adamw_is_the_fused_kernel(
     options: dict[str, Any], masked: bool, scheduled: bool, vectors: bool, seed: int
 ) -> None:
-    """``adamw`` in float32 has the bits of ``AdamW(fused=True)``.
+    """Checks that ``adamw`` in float32 has the bits of ``AdamW(fused=True)``.
 
-    (In a leaf that is no whole vectors, torch's kernel rounds the rest as its scalar code does.)
+    It has them in place for every leaf, and out of place for leaves of whole vectors. In others,
+    torch's kernel rounds the rest as its scalar code does.
     """
     lr = options["lr"]
     decay = options["weight_decay"]

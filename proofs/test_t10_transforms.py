@@ -54,7 +54,7 @@ def affine(params: Any, batch: Batch) -> Tensor:
 
 
 def make_group(seed: int) -> Group:
-    """Makes two microbatches of five tokens."""
+    """Makes two microbatches, of two and of three tokens."""
     generator = torch.Generator().manual_seed(seed)
     batch = {
         "x": torch.randn(5, 3, dtype=torch.float64, generator=generator),
@@ -105,7 +105,11 @@ def sum_of_sines(params: Any) -> Tensor:
 def derivatives(
     train: Callable[[Point], Any], point: Point, *, recorded: bool = True
 ) -> Any:
-    """Differentiates in reverse mode, in forward mode, and as autograd records it."""
+    """Returns, by mode, derivatives of the training: reverse, forward, and recorded by autograd.
+
+    Forward mode, which lazy tensors lack, differentiates the final params. The other modes
+    differentiate the sum of their sines.
+    """
 
     def scalar(point: Point) -> Tensor:
         return sum_of_sines(train(point))
@@ -136,8 +140,9 @@ def assert_slopes(
 ) -> Tensor:
     """Asserts that f′(x) in reverse mode, in forward mode and recorded is its finite difference.
 
-    That is extrapolated from two central differences, and as uncertain as their difference.
-    Returns how large it is, relative to that.
+    That is extrapolated from two central differences. Its uncertainty is how far they differ, plus
+    their cancellation. Modes in ``excluded`` are not compared. Returns the size of the finite
+    difference, divided by its uncertainty.
     """
     h = 1e-4 * float(x)
     coarse = (f(x + 2 * h) - f(x - 2 * h)) / (4 * h)
@@ -178,7 +183,7 @@ RATES = [torch.tensor(rate, dtype=torch.float64) for rate in (0.0, 1e-3, 1e-2)]
 
 
 def make_train_case(choose: Chooser, **fixed: Any) -> TrainCase:
-    """Makes any of them."""
+    """Makes a case of any optimizer and settings, of which some may be fixed."""
     settings = choose_settings(choose, accum_dtype=None, **fixed)
     recipe = choose.choice([*OPTIMIZERS])
     seed = choose.randrange(100)
@@ -316,7 +321,10 @@ def test_derivatives_at_a_gradient_of_zero(recipe: str, normalize: str) -> None:
 
 
 def check_derivatives_at_zero(recipe: str, normalize: str, move: Move = stay) -> None:
-    """Compares derivatives at the minimum, on a device."""
+    """Compares derivatives at the minimum with finite differences, where ``move`` puts the tensors.
+
+    Lion's are compared with a formula.
+    """
     best = tree.map(lambda leaf: (4 * leaf).round(), make_params(0))
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-2, 3, (4, 3), generator=generator).double()

@@ -31,7 +31,7 @@ class Law(NamedTuple):
 
 
 def gather_law(dim: int = 0, tiled: bool = False) -> Law:
-    """Makes the law of ``all_gather``, along a dimension or in front."""
+    """Makes the law of ``all_gather``: blocks are joined along ``dim`` if ``tiled``, or stacked."""
 
     def collective(x: Tensor, axis: ps.Axis) -> Tensor:
         return ps.all_gather(x, axis, dim=dim, tiled=tiled)
@@ -45,7 +45,7 @@ def gather_law(dim: int = 0, tiled: bool = False) -> Law:
 
 
 def scatter_law(dim: int = 0, tiled: bool = False) -> Law:
-    """Makes the law of ``psum_scatter`` of blocks whose ranks lie along a dimension, twice if it is tiled."""
+    """Makes the law of ``psum_scatter``, with one slice a rank along ``dim``, two if ``tiled``."""
 
     def arrange(block: Tensor) -> Tensor:
         moved = block.movedim(-1, dim)
@@ -146,7 +146,7 @@ def check_ensembles(
 
 @given(builds(blocks))
 def test_index_and_trees(drawn: tuple[Tensor, int]) -> None:
-    """Every rank knows its number, collectives take trees, and integers are summed as integers."""
+    """Checks that ranks know their number, collectives take trees, booleans sum to integers."""
     x, _ = drawn
     axis = ps.VmapAxis(len(x))
 

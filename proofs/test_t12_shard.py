@@ -148,7 +148,11 @@ def facts_of_shards(shards: dict[str, Any]) -> ShardFacts:
 
 @theorem("T12", builds(make_tensor_case))
 def pieces_of_one_tensor(system: System, drawn: TensorCase) -> None:
-    """Shards are ``torch.chunk``'s; together they have the full tensor's norm, clip and finite elements, on all kinds of axes."""
+    """Checks that shards are chunks, and have the norm, clip and finiteness of the full tensor.
+
+    Chunks are those of ``torch.chunk``. Ranks are threads or simulated, and simulated ones pad
+    their shards.
+    """
     full, dim, size = drawn
     params = {"w": full, "scale": full.sum()}
     expected = facts_of_full(params)

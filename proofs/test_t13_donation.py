@@ -45,7 +45,10 @@ def with_plain_update_(case: Case) -> ps.optim.Optimizer:
 
 
 def make_delayed_optimizer(case: Case) -> ps.optim.Optimizer:
-    """Makes an optimizer whose new state consists of views of the old: they are read before they are written."""
+    """Makes an optimizer that moves params by the gradients of two steps before.
+
+    Its new state holds views of the old one. A step in place must read them before it writes.
+    """
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
         older, newer = opt_state

@@ -85,7 +85,7 @@ class Examples(NamedTuple):
 
 
 def make_examples(choose: Chooser) -> Examples:
-    """Cuts a case into examples: ignored tokens at their ends are cut off, and empty examples stand between."""
+    """Cuts a case into examples: ignored ends may be cut off, empty examples may be added."""
     case = make_case(choose, fractional=choose.maybe())
     weight_dtypes = FLOATS if case.batch["w"].is_floating_point() else WEIGHTS
     dtypes = {
@@ -192,7 +192,10 @@ class Stream(NamedTuple):
         return min(self.max_groups, self.num_complete)
 
     def batches(self) -> Iterator[Any]:
-        """Yields the microbatches, which contain more than tensors."""
+        """Yields the microbatches, which contain more than tensors, up to a fault of the source.
+
+        It raises that error. For a fault of copying, a tensor cannot be copied.
+        """
         for number, part in enumerate(self.parts):
             batch = {**part, "number": torch.tensor(number), "name": "no tensor"}
             if self.fault == ("source", number):

@@ -220,7 +220,7 @@ class RankedRun(NamedTuple):
 
 
 def make_ranked_run(choose: Chooser) -> RankedRun:
-    """Makes a run on one to three ranks in turn."""
+    """Makes a run of one to four legs, each on one to three ranks."""
     num_legs = choose.randint(1, 4)
     legs = [Leg(choose.randint(1, 3), choose.randrange(3)) for _ in range(num_legs)]
     recipe = choose.choice([*OPTIMIZERS])

@@ -93,7 +93,7 @@ def denominators(system: System, drawn: StepCase) -> None:
 
 
 def make_any_count(choose: Chooser) -> StepCase:
-    """Makes positive integers and any number of tokens, with weights of any dtype."""
+    """Makes positive inputs and params, and any number of tokens, with weights of any dtype."""
     case = make_case(choose)
     shape = case.batch["w"].shape
     # The first weight is positive, so that there are tokens.
@@ -114,11 +114,11 @@ def make_any_count(choose: Chooser) -> StepCase:
 
 @theorem("T17", builds(make_any_count))
 def any_denominator(system: System, drawn: StepCase) -> None:
-    """N need not be a power of two: each way is one division, in float64, from the equation.
+    """Checks that each way to divide by any N gives the equation's step, but for rounding.
 
-    Everything is positive, so that relative errors stay what they are through sums, products,
-    quotients, roots and norms, and signs are certain: a parameter is off by so many roundings of
-    what it was and of what it moved by.
+    Params, inputs and residuals are positive. So relative errors stay what they are through sums,
+    products, quotients, roots and norms, and signs are certain. A parameter is off by so many
+    roundings of what it was and of what it moved by.
     """
     case, setup, groups = drawn
     state = case.params, case.opt_state

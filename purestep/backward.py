@@ -74,7 +74,7 @@ def make_backward(
     runs as it is, with its hooks and buffers.
 
     Args:
-        model: the module. Not one in ``DistributedDataParallel``: name the ranks by ``axis``.
+        model: the module. Of ``DistributedDataParallel``, pass ``ddp.module``, and an ``axis``.
         loss_fn: ``loss_fn(model, microbatch)`` returns one loss per token, or ``LossOutput``. For
             ``torch.amp.GradScaler``, return ``scaler.scale(losses)``.
         weight_fn: as in ``make_update_step``.
@@ -88,9 +88,9 @@ def make_backward(
         before any clipping. ``applied`` is False where there is no token. The gradient is then
         zero, unless a loss has an infinite or NaN derivative: that makes it NaN.
 
-    Raises ``TypeError`` unless ``model`` is a module, and for one in DDP or FSDP. The other
-    arguments raise as in ``make_update_step``. ``backward`` raises ``ValueError`` if no parameter
-    requires grad, if a microbatch has a graph, and under a transform or a compiler.
+    Raises ``TypeError`` unless ``model`` is a module, and if it is or contains DDP or FSDP.
+    The other arguments raise as in ``make_update_step``. ``backward`` raises ``ValueError`` if no
+    parameter requires grad, if a microbatch has a graph, and under a transform or a compiler.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> nn.init.zeros_(model.weight).tolist()

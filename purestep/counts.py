@@ -331,7 +331,9 @@ def validate_weights(weights: Tensor) -> Tensor:
             )
         # The sum takes time, so it is computed only if it may be too large.
         may_overflow = isinstance(most, int) and most * values.numel() > MAX_EXACT_INT
-        if may_overflow and values.double().sum() > MAX_EXACT_INT:
+        # float64 rounds 2⁵³ + 1 to 2⁵³. The sum of int64 overflows only where it is far larger.
+        sums = [values.double().sum(), values.sum()] if may_overflow else []
+        if any(sum_ > MAX_EXACT_INT for sum_ in sums):
             raise ValueError(
                 f"integer weights of one microbatch sum to more than {MAX_EXACT_INT=}, up to which "
                 f"they are divided exactly; the largest is {most}: scale them down, the update "

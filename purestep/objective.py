@@ -138,7 +138,7 @@ def weighted_sum(
     """Computes Σ term · cotangent, where a term at a cotangent of zero may even be NaN.
 
     ``torch.where`` drops these terms, so that exactly zero flows back to them. If ``constant``, the
-    sum is detached. There must be one term at least.
+    terms are detached first. There must be one term at least.
 
     >>> weighted_sum([torch.tensor([1.0, math.nan])], [torch.tensor([0.5, 0.0])])
     tensor(0.5000)

@@ -84,7 +84,7 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
     """Makes a new key from a key and a number: of the step, the layer, the call.
 
     Tensors broadcast. ``PackedKeys`` keep their positions. Raises ``TypeError`` unless the number
-    is whole.
+    is of an integer type.
 
     >>> a, b = fold_in(key(0), torch.arange(2))
     >>> bool(a != b), bool(b == fold_in(key(0), 1))
@@ -269,8 +269,8 @@ def with_keys(
     ``(rows, most segments)``. For new noise in each epoch or step, pass ``fold_in(key, step)``.
 
     Raises ``ValueError`` if an example has a leaf ``name`` already, or no scalar ``identity``.
-    Raises ``TypeError`` if the identity is None, a string, or a number that is not whole. For other
-    objects, the error of ``torch.as_tensor`` passes.
+    Raises ``TypeError`` if the identity is None, a string, or a number of no integer type. For
+    other objects, the error of ``torch.as_tensor`` passes.
 
     Args:
         examples: mappings by name.

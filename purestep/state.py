@@ -36,9 +36,10 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     writes to this dict's tensors too. Others are copied, such as a view of a part of a tensor.
 
     Containers, and empty ones such as None and ``()``, leave no trace. A leaf that is not a
-    plain dense tensor raises ``TypeError``: write a step count as ``torch.tensor(3)``. A dict key
-    raises ``ValueError`` if its ``repr`` may change, or is that of another key. So does a leaf that
-    is marked as donated: an eager step marks the first leaf of donated params and state.
+    plain dense tensor with values raises ``TypeError``: write a step count as ``torch.tensor(3)``.
+    A dict key raises ``ValueError`` if its ``repr`` may change, or is that of another key. So does
+    a leaf that is marked as donated: an eager step marks the first leaf of donated params and
+    state.
 
     >>> state_dict({"layers": [torch.tensor(1.0), None], "a.b": {0: torch.tensor(2)}})
     {"tree['a.b'][0]": tensor(2), "tree['layers'][0]": tensor(1.)}

@@ -112,8 +112,8 @@ def make_update_step(
         loss_fn: ``loss_fn(params, microbatch)`` returns one loss per token, or ``LossOutput``.
         optimizer: a ``ps.optim.Optimizer``; ``optimizer.init(params)`` makes ``opt_state``.
         weight_fn: ``weight_fn(microbatch)`` returns each token's weight. By default a token counts
-            unless ``microbatch["labels"]`` is -100. None: the loss returns
-            ``LossOutput(weights=)``.
+            unless ``microbatch["labels"]`` is -100. None needs ``normalize="grads"``, and a loss
+            that returns ``LossOutput(weights=)``.
         axis: the ranks over which tokens are spread. Tensor-parallel ranks are not among them.
         normalize: "loss" starts the backward pass from weights / N; "grads" divides the sums.
         grad_and_value: any function with the signature of ``torch.func.grad_and_value``.
@@ -539,7 +539,7 @@ def apply_update(
 
 
 def _replace_by_aliases(leaves: list[Tensor], indices: Iterable[int]) -> list[Tensor]:
-    """Puts an alias in the place of some leaves, and returns these.
+    """Replaces the leaves at ``indices`` by aliases, in place, and returns the replaced ones.
 
     So the donated leaves can be marked, and those that the step returns are not.
     """

@@ -389,16 +389,22 @@ def original_function(function: Any) -> Any | None:
     """Returns the function that ``torch.compile`` compiled to this one; None if it did not.
 
     ``module.compile()`` stores such a compiled function, whose original is a method bound to the
-    module.
+    module. The original of ``torch.compiler.disable(f)`` is ``f``.
     """
-    if not isinstance(function, FunctionType):
+    # ``functools.wraps`` copies the attribute to a function that calls the compiled one.
+    if not isinstance(function, FunctionType) or not _is_code_of_compiler(function):
         return None
     original: Any = vars(function).get("_torchdynamo_orig_callable")
-    code = getattr(original, "__code__", None)
-    if code is not None and "_dynamo" in code.co_filename:
+    if _is_code_of_compiler(original):
         # The compiler wraps methods once more.
         return original.__wrapped__
     return original
+
+
+def _is_code_of_compiler(function: Any) -> bool:
+    """Returns whether a function's code stands in a file of torch's compiler, Dynamo."""
+    code = getattr(function, "__code__", None)
+    return code is not None and "_dynamo" in code.co_filename
 
 
 def watch_operations(look: Callable[[Any, Any, Any], None]) -> Any:
@@ -477,8 +483,8 @@ def check_no_rand_in_trace() -> None:
     """Raises ValueError in a trace of torch 2.11 that has called ``torch.rand`` up to here.
 
     Its compiler hides ``torch.rand`` from function modes: a layer that drops paths by it would draw
-    from the global generator, not from its keys. Does nothing outside of a trace, or with later
-    torch.
+    from the global generator, not from its keys. The caller of the compiled function gets the error
+    as ``InternalTorchDynamoError``. Does nothing outside of a trace, or with later torch.
     """
     if not _TORCH_2_11:
         return

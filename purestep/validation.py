@@ -400,7 +400,8 @@ def reachable_leaves(terms: Sequence[Tensor]) -> list[Tensor]:
 
 def leaves_of_nodes(nodes: set[Any]) -> list[Tensor]:
     """Returns the leaves to which nodes of autograd add gradients, in any order."""
-    return [node.variable for node in nodes if hasattr(node, "variable")]
+    # Not by the attribute: the node of an ``autograd.Function`` is its ctx, which may have any.
+    return [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
 
 
 def reachable_nodes(terms: Sequence[Tensor]) -> set[Any]:
@@ -487,8 +488,8 @@ def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> Non
 
     ``leaves`` are those that the loss's graph reaches. A penalty over ``module.parameters()``
     beside ``apply(params, ...)`` is an example. To a step these are constants, so the penalty has
-    no gradient. Copies are known by equal values, and on the host alone: on a device it does not
-    warn. Nor does it if the loss reaches no param.
+    no gradient. Copies are known by equal values that are not all one number, and on the host
+    alone: on a device it does not warn. Nor does it if the loss reaches no param.
     """
     param_ids = {id(param) for param in params}
     if not any(id(leaf) in param_ids for leaf in leaves):

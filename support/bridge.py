@@ -24,7 +24,7 @@ class Leaves(torch.nn.Module):
             leaf.grad_dtype = accum_dtype or tree.accumulation_dtype(leaf.dtype)
 
     def forward(self) -> Any:
-        """Returns the tree, without its ``TreeSpec``: a compiler cannot use one from outside."""
+        """Returns the tree, rebuilt without its ``TreeSpec``, which a compiler cannot use."""
         return self.rebuild(self.positions)
 
     def rebuild(self, positions: Any) -> Any:

@@ -15,7 +15,7 @@ class CountingAxis(ps.LocalAxis):
         self.calls: list[tuple[str, int]] = []
 
     def apply(self, op: str, x: Tensor) -> Tensor:
-        """Records the collective with its size, and applies it."""
+        """Records the collective with its size, unless it is ``pvary``, and applies it."""
         if op != "pvary":
             self.calls.append((op, x.numel()))
         return super().apply(op, x)

@@ -85,7 +85,7 @@ def move_case(drawn: Any) -> Any:
 
 
 def to_device(value: Tensor) -> Tensor:
-    """Copies a tensor to the device. On the CPU, layouts in memory stay as they were drawn."""
+    """Returns a tensor on the device: on the CPU the tensor itself, laid out as it was drawn."""
     return value.to(get_device())
 
 
@@ -184,7 +184,7 @@ class _WatchCopies(TorchFunctionMode):
 
 
 def _is_lazy(value: Any) -> bool | None:
-    """Returns whether a tensor is on the device; None for other values."""
+    """Returns whether a tensor is lazy; None for other values."""
     if not isinstance(value, Tensor):
         return None
     return value.device.type == "lazy"

@@ -11,12 +11,12 @@ EPS = 0.125
 
 
 def mask_matrices(params: Any) -> Any:
-    """Returns a mask by which only matrices decay."""
+    """Returns a mask by which only leaves of two or more dimensions decay."""
     return tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 def label_leaves(params: Any) -> Any:
-    """Labels each leaf "matrix" or "rest"."""
+    """Labels leaves of two or more dimensions "matrix", and others "rest"."""
     return tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)
 
 

@@ -70,7 +70,7 @@ def tensor_parallel_step(
 ) -> Any:
     """Takes a step on a shard of the hidden layer and the tokens of the rank's row: columns share tokens.
 
-    With ``gather`` the other leaves are cut over the rows.
+    With ``gather`` the other leaves are cut over the rows. It takes and returns the full state.
     """
 
     def shard(leaf: Tensor) -> Any:

@@ -22,7 +22,7 @@ class PlainLoop:
     capabilities = Capabilities(ranks=3, dropout=True, skips_nonfinite=True)
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """Begins anew."""
+        """Begins anew: makes a model and an optimizer for each rank."""
         self.problem = problem
         # ``dropped`` does the dropout, so the modules stay in eval mode.
         self.models: list[Any] = [problem.module().eval() for _ in range(ranks)]
@@ -31,7 +31,10 @@ class PlainLoop:
         self.updates = 0
 
     def update(self, group: Sequence[Sequence[Batch]]) -> None:
-        """Counts all tokens, adds up gradients of Σ wᵢ ℓᵢ / N over microbatches and ranks, and steps."""
+        """Adds up gradients of Σ wᵢ ℓᵢ / N over microbatches and ranks, and steps.
+
+        It does not step if there are no tokens or the gradient is not finite.
+        """
         counts = [self.count(share) for share in group]
         total = sum(counts)
         sums = []
@@ -72,7 +75,7 @@ class PlainLoop:
         return torch.where(weights > 0, weights * losses, 0).sum()
 
     def dropped(self, batch: Batch) -> Batch:
-        """Drops elements of the batch, by their row's key and their position in the row."""
+        """Drops elements of ``x`` by the row's key and position in it, if there is dropout."""
         if not self.problem.model.dropout:
             return batch
         rows, length, features = batch["x"].shape

@@ -78,8 +78,9 @@ def run_program(
     variables: Mapping[str, str] | None = None,
     timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end, as ``subprocess.run`` does, and captures what it prints.
+    """Runs ``python *arguments`` to its end, as ``subprocess.run`` does, and captures its output.
 
+    The arguments begin with ``-m`` or ``-c``, and ``variables`` are added to the environment.
     Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds, and kills the program.
     """
     with tempfile.TemporaryDirectory() as outputs:

@@ -13,7 +13,7 @@ def storages_in(value: Any) -> set[torch.UntypedStorage]:
 
 
 def global_state() -> tuple[Any, ...]:
-    """Returns the global state that a step does not change."""
+    """Returns torch's global modes and settings, which a step does not change; no generators."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

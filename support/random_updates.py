@@ -49,11 +49,12 @@ def iterate_states(
     *,
     formula: bool = True,
 ) -> Iterator[Any]:
-    """Yields ``(params, opt_state)`` after each update, which is the same to the bit in place.
+    """Yields ``(params, opt_state)`` after each update, and asserts the same bits in place.
 
-    ``update`` leaves its arguments alone. ``update_`` writes to the same memory, and is the identity
-    where it does not apply. Structure, dtypes and shapes are those of ``init``. Without
-    ``formula``, a kernel rounds otherwise than ``update``, which is not called.
+    It also asserts that ``update`` leaves its arguments alone. ``update_`` has to write to the same
+    memory, and be the identity where it does not apply. Structure, dtypes and shapes have to be
+    those of ``init``. Without ``formula``, a kernel rounds otherwise than ``update``, which is not
+    called.
     """
     state = (params, optimizer.init(params))
     expected_kinds = signature_of(state)

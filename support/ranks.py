@@ -58,7 +58,7 @@ class Program:
     def __call__(
         self, axis: Any, params: Any, opt_state: Any, microbatches: list[Batch]
     ) -> Any:
-        """Returns the full state, the metrics, and the metrics of the evaluation."""
+        """Returns the full state, the metrics, and those of the evaluation if it ``evaluates``."""
         if self.setup.stacks:
             microbatches = stack_if_alike(microbatches)
         step_axis = axis.both if isinstance(axis, Grid) else axis
@@ -87,7 +87,10 @@ class Program:
         return *ps.unshard(tuple(state)), metrics, *evaluations
 
     def bridges(self) -> bool:
-        """Returns whether ``make_backward`` takes this step: it takes no shards and no transforms."""
+        """Returns whether ``make_backward`` takes this step: ``setup.bridge`` asks for it.
+
+        It takes no shards, no transforms, and no step of a system that is watched.
+        """
         setup = self.setup
         is_plain = setup.axis != "simulated" and not setup.gather
         is_watched = self.system.make_update_step is not ps.make_update_step
@@ -145,7 +148,7 @@ def stack_if_alike(microbatches: Any) -> Any:
 
 
 def addresses(state: Any) -> list[int]:
-    """Returns the leaves' addresses in memory."""
+    """Returns the addresses in memory of the leaves that have elements."""
     return [leaf.data_ptr() for leaf in tree.leaves(state) if leaf.numel()]
 
 
@@ -166,7 +169,11 @@ def take_step(
     evaluates: bool = False,
     run: Run = on_threads,
 ) -> Any:
-    """Returns ``(params, opt_state, metrics)`` of one step, on which all ranks agree; and an evaluation's metrics."""
+    """Returns ``(params, opt_state, metrics)`` of one step, on which all ranks agree.
+
+    With ``evaluates``, an evaluation's metrics come fourth. Raises AssertionError if ranks differ.
+    On a device, it simulates several ranks, and without shards.
+    """
     on_host = tree.leaves(state)[0].device.type == "cpu"
     if not on_host and setup.axis != "one":
         # The host waits for a device where threads meet, and where shards are made.
@@ -203,7 +210,7 @@ def fill_grid(groups: Groups, setup: Setup) -> Groups:
 
 
 def fill_groups(groups: Groups, length: int) -> Groups:
-    """Gives each rank at least as many microbatches, by some whose weights are zero.
+    """Gives each rank at least ``length`` microbatches, by some whose weights are zero.
 
     A loss that gathers is a collective, in which every rank has to take part.
     """
@@ -232,7 +239,10 @@ def run_simulated(
     in_dims: Any = 0,
     out_dims: Any = None,
 ) -> Callable[..., Any]:
-    """Maps the program over simulated ranks; ranks that differ fail the claim, as on threads."""
+    """Maps the program over simulated ranks; a ValueError in it fails the claim, as on threads.
+
+    It is raised if ranks may differ in an output whose dimension in ``out_dims`` is None.
+    """
 
     def on_ranks(*args: Any) -> Any:
         try:
@@ -252,8 +262,9 @@ def check_step(
     plain: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Checks that the state is that of ``spec`` on the one big batch, to the bit, and so are the metrics.
+    """Checks that state and loss are those of ``spec`` on the one big batch, to the bit.
 
+    It checks the other metrics, too: the norm but for rounding. Returns the step's result.
     ``loss_fn`` computes what ``plain`` does.
     """
     state = case.params, case.opt_state
@@ -320,7 +331,7 @@ def check_metrics(system: System, drawn: StepCase, **options: Any) -> None:
 def loss_with_aux(
     params: Any, batch: Batch, loss_fn: Callable[..., Tensor] = models.integer_loss
 ) -> ps.LossOutput:
-    """Computes a loss whose aux counts, in integers and in floats."""
+    """Computes a loss whose aux has the number of its zeros, an integer, and its sum, a float."""
     losses = loss_fn(params, batch)
     counts = batch["w"] > 0
     num_zero = (counts & (losses == 0)).sum()

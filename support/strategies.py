@@ -193,7 +193,7 @@ def make_keys(seed: int, rows: int) -> Tensor:
 
 
 def make_weights(choose: Chooser, size: int, dtype: torch.dtype) -> Tensor:
-    """Makes a weight for each token, some of them 0; often as many as tokens, or a single one."""
+    """Makes a weight for each token, often 0, so that their sum is a power of two."""
     number = choose.choice([1, 2, 4, 8, 16, 16])
     if dtype == torch.bool:
         largest_power = 1 << (size.bit_length() - 1)
@@ -221,7 +221,9 @@ def reverse_keys(state: Any) -> Any:
 def change_layout(params: Any, layout: str) -> Any:
     """Lays leaves out in memory in one of the ``LAYOUTS``.
 
-    Columns follow one another, elements have gaps between them, leaves are parts of one buffer, or two leaves are one tensor.
+    Columns follow one another, elements have gaps between them, or leaves are parts of one buffer.
+    For ``"one tensor"``, the first hidden bias of a dict replaces the second. ``"rows"`` changes
+    nothing.
     """
     if layout == "columns":
         return tree.map(store_by_columns, params)
@@ -237,7 +239,7 @@ def change_layout(params: Any, layout: str) -> Any:
 
 
 def store_by_columns(leaf: Tensor) -> Tensor:
-    """Copies a matrix to column-major order."""
+    """Returns a matrix in column-major order, and any other tensor itself."""
     return leaf.T.contiguous().T if leaf.ndim == 2 else leaf
 
 
@@ -343,7 +345,7 @@ def make_groups(
     scalars: bool = True,
     **of_shares: Any,
 ) -> Groups:
-    """Makes the microbatches of each rank: any cut of the case, in any order, and padded anywhere.
+    """Makes the microbatches of each rank: any cut of the case, in any order, padded at the ends.
 
     Some of them are empty, some ranks have none, and those of one token may be scalars.
     """
@@ -535,7 +537,7 @@ def stack_trees(trees: Sequence[Any]) -> Any:
 
 
 def assert_same(actual: Any, expected: Any, what: str = "state") -> None:
-    """Asserts that trees have one structure, and leaves one dtype and the same bits."""
+    """Asserts that trees have one structure, and leaves one dtype and equal values, and no NaN."""
     actual_leaves, actual_structure = tree.flatten(actual)
     expected_leaves, expected_structure = tree.flatten(expected)
     assert actual_structure == expected_structure, f"{what}: another structure"
@@ -568,7 +570,10 @@ def assert_near(actual: Any, expected: Any, before: Any, roundings: int = 0) -> 
 
 
 def try_call(call: Callable[[], Any]) -> tuple[Any, str]:
-    """Calls; returns the result, or None and the message of the error, a rank's included."""
+    """Calls; returns the result and "", or None and the message of a ValueError or AssertionError.
+
+    The message includes that of the cause, such as a rank's error. Other errors are raised.
+    """
     try:
         return call(), ""
     except (ValueError, AssertionError) as error:

@@ -105,7 +105,7 @@ def shapes_of(name: str) -> Any:
 
 
 def inverse(step: Any) -> Any:
-    """Computes a schedule for both libraries: of a tensor, and of a number."""
+    """Computes the schedule 1 / (1 + step) for both libraries: of a tensor, and of a number."""
     if isinstance(step, Tensor):
         step = step.to(torch.float64)
     return 1 / (1 + step)

@@ -32,7 +32,7 @@ def count_graphs() -> int:
 
 
 def reset_graph_count() -> None:
-    """Resets the count of the compiler's graphs."""
+    """Resets all counts of the compiler, that of ``count_cached_graphs`` included."""
     from torch._dynamo.utils import counters
 
     counters.clear()
@@ -76,9 +76,9 @@ def limit_recompilations() -> AbstractContextManager[None]:
 
 
 def skip_timing_of_guards() -> None:
-    """Lets the compiler make graphs without timing their guards.
+    """Lets the compiler make graphs without timing their guards, for the rest of the process.
 
-    It empties the processor's caches before it does, which takes 20 ms of each graph.
+    To time them, the compiler empties the processor's caches, which takes 20 ms of each graph.
     """
     import torch._dynamo.guards
 
@@ -86,7 +86,7 @@ def skip_timing_of_guards() -> None:
 
 
 def count_forward_hooks(module: torch.nn.Module) -> int:
-    """Counts the forward hooks of its modules, and their flags of such hooks."""
+    """Counts the forward hooks of a module and its submodules; those with kwargs count twice."""
     count = 0
     for submodule in module.modules():
         count += len(submodule._forward_hooks)
@@ -131,7 +131,7 @@ def resolve_tp_plan(model: Any, config: Any) -> dict[str, str]:
 
 
 def count_cached_graphs() -> int:
-    """Returns how many graphs the compiler has found in its cache on the disk."""
+    """Counts the graphs that the compiler found in its disk cache since ``reset_graph_count``."""
     from torch._dynamo.utils import counters
 
     return counters["aot_autograd"]["autograd_cache_hit"]

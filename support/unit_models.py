@@ -67,7 +67,7 @@ class UnitsCase(NamedTuple):
 
 
 def make_layers(choose: Chooser) -> Layers:
-    """Makes one to four layers; some share a weight or are frozen, but not all are."""
+    """Makes one to four layers; one may come twice, share its weight, or have a frozen shift."""
     generator = choose.generator()
     layers: list[nn.Module] = []
     for _ in range(choose.randint(1, 3)):

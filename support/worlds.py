@@ -38,7 +38,10 @@ class Ranks(NamedTuple):
 def on_threads(
     ranks: Ranks, program: Callable[..., Any], *args: Sequence[Any]
 ) -> list[Any]:
-    """Runs the program on threads."""
+    """Runs the program on threads; returns the ranks' results.
+
+    Raises AssertionError in place of a RankError or a ValueError.
+    """
     world = ps.testing.ThreadAxis(ranks.size, bucket_bytes=ranks.bucket_bytes)
     axis: ps.Axis | Grid = world
     if ranks.rows:

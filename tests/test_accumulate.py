@@ -278,3 +278,11 @@ def test_a_cotangent_is_the_nearest_number_to_the_quotient(
 
     nearest = torch.tensor(1 / num_tokens, dtype=torch.float64).to(dtype)
     assert torch.equal(sums.grads, nearest)
+
+
+@pytest.mark.parametrize("weights", [[2**53, 1], [2**53 + 2], [2**62, 2**62]])
+def test_whole_weights_beyond_those_that_are_exact(weights: list[int]) -> None:
+    """In float64, 2⁵³ + 1 is 2⁵³; in int64, 2⁶² + 2⁶² is negative."""
+    group = [torch.ones(len(weights))]
+    with pytest.raises(ValueError, match="sum to more than MAX_EXACT_INT"):
+        ps.accumulate(linear, ONE, group, weight_fn=lambda m: torch.tensor(weights))

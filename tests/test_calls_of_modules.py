@@ -1,5 +1,6 @@
 """Nothing of a call of ``apply`` stays in the module, in the next call or in memory."""
 
+import functools
 import gc
 import inspect
 import weakref
@@ -397,6 +398,46 @@ def test_such_a_function_after_a_call_is_refused() -> None:
     params, apply = ps.from_module(module)
     with pytest.raises(ReferenceError, match="called after apply has returned"):
         apply(params)(torch.ones(1))
+
+
+def test_another_error_of_such_a_function_is_its_own() -> None:
+    layer = linear()
+    module: Any = FunctionModule(lambda m: m.later, a=layer)
+    module.later = lambda: layer if missing else 0  # type: ignore[name-defined]  # noqa: F821
+    params, apply = ps.from_module(module)
+    with pytest.raises(NameError, match="'missing' is not defined"):
+        apply(params)()
+
+
+def scaled(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compiled)
+    def scale(*args: Any) -> Any:
+        return 2 * compiled(*args)
+
+    return scale
+
+
+@pytest.mark.parametrize("wrap", [scaled, lambda function: function])
+@pytest.mark.parametrize("change", [AOT_EAGER, torch.compiler.disable])
+def test_a_function_around_a_compiled_one(change: Any, wrap: Any) -> None:
+    """``functools.wraps`` gives it the attributes of the compiled one."""
+    module: Any = FunctionModule(lambda m, x: m.scale(x), a=linear()).double()
+    module.scale = wrap(change(lambda x: module.a(x)))
+    params, apply = ps.from_module(module)
+    doubled = {name: 2 * p for name, p in params.items()}
+    torch.testing.assert_close(apply(doubled, draw_inputs()), 2 * module(draw_inputs()))
+
+
+def test_an_attribute_goes_before_a_cached_method() -> None:
+    class Cached(FunctionModule):
+        @functools.cache  # noqa: B019
+        def scale(self) -> float:
+            return 1.0
+
+    module: Any = Cached(lambda m, x: m.scale() * m.a(x), a=linear()).double()
+    module.scale = lambda: 5.0
+    params, apply = ps.from_module(module)
+    assert torch.equal(apply(params, draw_inputs()), module(draw_inputs()))
 
 
 def test_a_checkpoint_keeps_no_copies_after_its_backward_pass() -> None:

@@ -92,6 +92,7 @@ def test_both_lists_at_once_are_refused(tmp_path: Path) -> None:
         (["--json", "none/x.json"], "No such file"),
         (["--html", "none/x.html"], "No such file"),
         (["--write-accept", "none/x.txt"], "No such file"),
+        (["--json", "."], "is a folder"),
     ],
 )
 def test_wrong_options_end_before_a_law_is_judged(

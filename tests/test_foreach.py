@@ -55,6 +55,14 @@ def test_a_selection_is_exact_to_the_bit(dtype: torch.dtype, condition: bool) ->
     assert [list_bits(leaf) for leaf in new] == new_bits
 
 
+@pytest.mark.parametrize("condition", [True, False])
+def test_a_selection_has_the_dtype_of_the_old_tensors(condition: bool) -> None:
+    """``torch.where`` of int64 and float32 would round 2²⁴ + 1."""
+    old = [torch.tensor([2**24 + 1])]
+    foreach_where.write_where(old, [torch.ones(1)], torch.tensor(condition))
+    assert_same(old, [torch.tensor([1 if condition else 2**24 + 1])])
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool]
 )

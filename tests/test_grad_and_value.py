@@ -90,6 +90,24 @@ def test_in_a_function_that_is_differentiated() -> None:
         assert not ours.requires_grad
 
 
+class Doubled(torch.autograd.Function):
+    """Has a name on its ctx by which torch's leaves hold their tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.variable = "mine"
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 2 * grad
+
+
+def test_a_function_with_a_variable_is_no_leaf() -> None:
+    apply: Any = Doubled.apply
+    assert ps.grad_and_value(apply)(torch.tensor(3.0)) == (2, 6)
+
+
 def test_registered_classes_and_none() -> None:
     dataclass: Any = optree.dataclasses.dataclass
 

@@ -19,14 +19,14 @@ QUIET = {
     tokenize.ENDMARKER,
 }  # fmt: skip
 
-OTHERS = {"__init__", "random", "remat", "state", "torch_private"}
+OTHERS = {"__init__", "autocast", "random", "remat", "state", "torch_private"}
 """The files at the top that are not the core."""
 
 LONGEST = 400
 """Lines of code of a file."""
 
 ORDER = [
-    "types", "torch_private", "tree", "stacked", "counts", "hints", "axis", "sharding", "objective",
+    "types", "torch_private", "autocast", "tree", "stacked", "counts", "hints", "axis", "sharding", "objective",
     "compiling", "validation", "grads", "sync", "optim", "step", "backward", "evaluation", "random",
     "remat", "nn", "data", "losses", "state", "checkpoint", "testing", "examples",
 ]  # fmt: skip

@@ -480,6 +480,23 @@ def test_causal_attention_of_other_keys(num_queries: int, num_keys: int) -> None
     assert_close(actual, attend(query, key, key, is_causal=True))
 
 
+def test_dropped_attention_is_in_float32_under_autocast() -> None:
+    """As torch's fused kernels are, which drop nothing here."""
+    torch.manual_seed(0)
+    query, key, value = (3 * torch.randn(3, 1, 1, 8, 16)).bfloat16()
+    seen = []
+
+    def keep_all(weights: Tensor, p: float) -> Tensor:
+        seen.append(weights.dtype)
+        return weights
+
+    expected = compute_attention(keep_all, query, key, value, dropout_p=0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = compute_attention(keep_all, query, key, value, dropout_p=0.5)
+    assert_same(actual, expected)
+    assert seen == [torch.float32] * 2
+
+
 def test_causal_attention_of_one_text_under_vmap() -> None:
     """Each query sees the keys up to its own, not the first one alone."""
     texts = torch.randn(4, 5, 3, dtype=torch.float64)

@@ -34,7 +34,7 @@ from purestep.testing import (
 )
 from purestep.testing.adapters import OneRank, PureTrainer
 from purestep.testing.bounds import compute_bound
-from purestep.testing.case import Run
+from purestep.testing.case import Run, describe_cause
 from purestep.testing.draws import Draw, counterexample
 from purestep.testing.pairs import draw_pair
 from purestep.testing.processes import World
@@ -146,6 +146,21 @@ def test_a_reproducer_names_another_task() -> None:
     other = replace(case.problem, task=replace(ps.testing.REGRESSION, roundings=3))
     of_task = replace(case, problem=other).reproducer()
     assert of_task == of_regression.replace("ps.testing.REGRESSION", "task")
+
+
+def test_a_reproducer_has_a_learning_rate_of_zero() -> None:
+    able = SimpleNamespace(capabilities=PlainLoop.capabilities)
+    case = ps.testing.LAWS["T3"].draw_case(Draw({}, random.Random(0)), able, "")
+    still = replace(case.problem, learning_rate=0.0)
+    assert "learning_rate=0.0" in replace(case, problem=still).reproducer()
+
+
+def test_a_cause_that_was_not_raised_is_passed_over() -> None:
+    with pytest.raises(ValueError, match="after") as caught:
+        raise ValueError("after") from KeyError("before")
+    described = describe_cause(caught.value)
+    assert described.startswith("ValueError: after (test_kit.py:")
+    assert "before" not in described
 
 
 def assert_runs_differ(case: Any) -> None:
@@ -1007,6 +1022,19 @@ def test_any_seed_of_torch_seeds_all_generators() -> None:
         states.append((random.random(), numpy.random.random(), float(torch.rand(()))))
         watch.end()
     assert states[0] == states[1]
+
+
+def test_a_watch_ends_if_numpy_was_imported_after_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import numpy
+
+    monkeypatch.delitem(sys.modules, "numpy")
+    watch = Watch(1)
+    monkeypatch.setitem(sys.modules, "numpy", numpy)
+    before = numpy.random.get_state()
+    watch.end()
+    numpy.testing.assert_equal(numpy.random.get_state(), before)
 
 
 def shake(model: Any, optimizer: Any, microbatches: Batches, problem: Problem) -> None:

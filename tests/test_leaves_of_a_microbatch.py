@@ -4,7 +4,9 @@ Each microbatch has its own leaves, and sums alias nothing, also with a user's `
 T1 proves it for losses that write to their leaves. Here stands what no equation shows.
 """
 
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from purestep.counts import with_weights
 from purestep.grads.accumulate import accumulate_group
 from purestep.grads.backends import make_backends
 from purestep.tree import accumulation_dtype
+from purestep.tree.opaque import tensors_in
 from support.strategies import assert_same
 from tests.memory import LiveBytes
 from tests.square_loss import GRAD_BACKENDS, squares, weigh_by_one
@@ -169,6 +172,29 @@ class Dot(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return x.detach(), None
+
+
+@dataclass
+class Rows:
+    x: Any
+
+
+@pytest.mark.parametrize(
+    "make", [Rows, lambda x: Rows([{"x": x}]), lambda x: UserDict(x=x)]
+)
+def test_a_gradient_that_is_in_an_object_of_the_data(make: Callable[..., Any]) -> None:
+    """Later microbatches do not add to it."""
+    apply: Any = Dot.apply
+    rows = [torch.ones(2), torch.ones(2)]
+    group = [make(x) for x in rows]
+    sums = ps.accumulate(
+        lambda w, m: apply(w, *tensors_in(m)),
+        torch.ones(2),
+        group,
+        weight_fn=lambda m: torch.ones(1),
+    )
+    assert sums.grads.tolist() == [2, 2]
+    assert_same(rows, [torch.ones(2)] * 2)
 
 
 # torch's compiler instantiates a Function, and warns of it.

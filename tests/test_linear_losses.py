@@ -183,6 +183,7 @@ def check_uncounted_tokens(
     labels: Tensor,
     cotangents: Tensor,
     uncounted: Tensor,
+    z_loss: float = 0.0,
 ) -> Any:
     """Compares NaN with zero as hidden states of these tokens, and returns the losses."""
     case = draw_problem(6, 4, 10, dtype)
@@ -192,7 +193,9 @@ def check_uncounted_tokens(
         hidden = copy_leaf(torch.where(rows, fill, case.hidden))
         weight = copy_leaf(case.weight)
         bias = copy_leaf(torch.ones(10, dtype=dtype))
-        losses = linear_cross_entropy(hidden, weight, labels, bias, chunk_size=3)
+        losses = linear_cross_entropy(
+            hidden, weight, labels, bias, chunk_size=3, z_loss=z_loss
+        )
         leaves = (hidden, weight, bias)
         grads = torch.autograd.grad(losses, leaves, cotangents.to(losses))
         return losses, grads
@@ -222,13 +225,24 @@ def test_ignored_tokens_may_be_anything(dtype: torch.dtype) -> None:
     assert (losses[UNCOUNTED] == 0).all()
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", WIDE)
-def test_tokens_without_a_cotangent_may_be_anything(dtype: torch.dtype) -> None:
+def test_tokens_without_a_cotangent_may_be_anything(
+    dtype: torch.dtype, z_loss: float
+) -> None:
     """A NaN there gives what a zero gives, to the bit, and gets exactly zero."""
     case = draw_problem(6, 4, 10, dtype)
     cotangents = torch.where(UNCOUNTED, 0.0, case.cotangents)
 
-    check_uncounted_tokens(dtype, case.labels, cotangents, UNCOUNTED)
+    check_uncounted_tokens(dtype, case.labels, cotangents, UNCOUNTED, z_loss)
+
+
+def test_a_loss_on_meta_has_its_shape() -> None:
+    """A device without autocast."""
+    hidden, weight = torch.ones(2, 3, 4), torch.ones(5, 4)
+    labels = torch.zeros(2, 3, dtype=torch.int64)
+    losses = linear_cross_entropy(*(x.to("meta") for x in (hidden, weight, labels)))
+    assert losses.shape == (2, 3)
 
 
 @pytest.mark.parametrize("chunk_size", [2, 3, 10])

@@ -293,6 +293,7 @@ class FSDPModule:
 
 Sharded = type("Sharded", (FSDPModule, nn.Linear), {})
 Slotted = type("Slotted", (nn.Linear,), {"__slots__": ("at",)})
+SlottedActivation = type("SlottedActivation", (nn.ReLU,), {"__slots__": ("at",)})
 
 
 def hooked(register: str = "register_hook") -> nn.Module:
@@ -355,6 +356,11 @@ REFUSED = [
         lambda: Slotted(D, D),
         TypeError,
         r"^Slotted has __slots__",
+    ),
+    Refused(
+        lambda: nn.Sequential(linear(), SlottedActivation()),
+        TypeError,
+        r"^Sequential\.1 has __slots__",
     ),
     Refused(
         lambda: {"w": torch.ones(1)},

@@ -1,11 +1,13 @@
 """Tests each optimizer by itself, chains, ema, master weights and schedules. T8 compares with torch's."""
 
 import inspect
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -598,7 +600,20 @@ def test_what_is_refused(call: Any, error: type[Exception], message: str) -> Non
         call()
 
 
-@pytest.mark.parametrize("rate", [torch.tensor([0.1, 0.2]), None, "0.1", 1j])
+@pytest.mark.parametrize("whole", [3.0, math.inf])
+def test_steps_stay_integers_after_a_boundary_that_is_a_float(whole: float) -> None:
+    """A schedule may look its rate up in a table."""
+    rates = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    parts = [lambda step: rates[step], lambda step: 2 * rates[step]]
+    joined = optim.join_schedules(parts, [whole])
+    actual = [float(joined(torch.tensor(step))) for step in range(4)]
+    assert actual == [0.5, 0.25, 0.125, 1.0 if whole == 3 else 0.0625]
+
+
+BAD_RESULTS = [torch.tensor([0.1, 0.2]), None, "0.1", 1j, numpy.ones(2), {0.1}]
+
+
+@pytest.mark.parametrize("rate", BAD_RESULTS)
 def test_what_a_schedule_must_not_return(rate: Any) -> None:
     params = torch.ones(2)
     optimizer = optim.sgd(lambda step: rate)

@@ -446,6 +446,19 @@ def test_values_that_would_be_lost() -> None:
     assert torch.equal(norm.running_mean, before)  # type: ignore[arg-type]
 
 
+def test_a_reset_of_a_unit_that_lies_in_two_places() -> None:
+    """It is reset in both, one after the other, as by ``module.apply``."""
+    shared = nn.Linear(2, 2)
+    module = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
+    params, _ = ps.from_module(module)
+    drawn = []
+    for units in (nn.Linear, None):
+        torch.manual_seed(0)
+        drawn.append(ps.reset_parameters(module, like=params, units=units))
+    first, second = drawn
+    assert_same(first, second)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_a_reset_sees_the_mode_of_the_module(training: bool) -> None:
     def fill_by_mode(part: nn.Module) -> None:

@@ -70,10 +70,11 @@ def load_safetensors(
     No rank reads more than it holds, so the weights may be larger than its memory. ``like`` holds
     the params of ``ps.from_module`` or ``ps.shard``, also those on "meta". The tensors are new, and
     their values are converted to the dtypes of ``like``. The files may hold more tensors. A missing
-    name, a different shape, an unknown dtype or a damaged file raises ``ValueError``. A path
-    without files raises ``FileNotFoundError``. So do several files without one index, and an index
-    that names a missing file. ``export_safetensors`` writes a file that it reads, except for rare
-    dtypes such as ``float8_e8m0fnu``.
+    name, a different shape, an unknown dtype or a damaged header raises ``ValueError``, and so does
+    a tensor that is cut short. Changed values go unnoticed. A path without files raises
+    ``FileNotFoundError``. So do several files without one index, and an index that names a missing
+    file. ``export_safetensors`` writes a file that it reads, except for rare dtypes such as
+    ``float8_e8m0fnu``.
 
     Args:
         path: a file, or a folder as on Hugging Face's hub: one file, or several with an index.

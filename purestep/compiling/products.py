@@ -94,7 +94,7 @@ def sum_small_products(graph: Graph, max_multiplications: int) -> None:
 
     Small are those of at most ``max_multiplications``. A matrix that is computed pointwise is
     stored before. So is ``b`` if the elements of a row do not lie side by side: loops read rows. A
-    product stays if that copies more than ``MAX_COPIED_ELEMENTS``, or if a size is unknown.
+    product stays if such a ``b`` has more than ``MAX_COPIED_ELEMENTS``, or if a size is unknown.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
         a, b = node.args
@@ -145,7 +145,8 @@ def _insert_loop(graph: Graph, a: Node, b: Node) -> Node:
 def _repays_loop(a: Tensor, b: Tensor, max_multiplications: int) -> bool:
     """Returns whether ``a @ b`` is small, in float32 and on the CPU.
 
-    With an unknown size, it is not small. Rows of ``b`` that are not dense have to be few.
+    With an unknown size, it is not small. A ``b`` whose rows are not dense may have no more than
+    ``MAX_COPIED_ELEMENTS``.
     """
     is_small = _num_multiplications(a, b) <= max_multiplications
     repays_copy = _has_dense_rows(b) or b.numel() <= MAX_COPIED_ELEMENTS

@@ -103,5 +103,5 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 
 
 def _as_list(arg: Any) -> Any:
-    """Returns a group of ``prefetch`` as a list, since a compiler cannot trace its thread."""
+    """Returns a group of ``prefetch``, whose thread no compiler traces, as a list; others stay."""
     return [*arg] if isinstance(arg, PreweightedMicrobatches) else arg

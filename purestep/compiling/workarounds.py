@@ -73,7 +73,7 @@ def renew_views(graph: Graph) -> None:
 
 
 def lift_constants(graph: Graph) -> None:
-    """Passes a loop the tensors that its body holds, such as ``torch.tensor([[1, 2]])``, in place.
+    """Passes a ``scan`` the tensors that its body holds, as ``torch.tensor([[1, 2]])``, in place.
 
     Inductor gives None to kernels that read them in the body (torch 2.13).
     """
@@ -172,10 +172,10 @@ def store_compared(graph: Graph) -> None:
         if comparison.target not in COMPARISONS:
             continue
         # A value is compared with itself to find NaN, which all loops agree on.
-        sides = {skip_views(side) for side in comparison.all_input_nodes}
-        if len(sides) < 2:
+        if len(comparison.all_input_nodes) < 2:
             continue
-        for side in sides:
+        # Ties, ``y[None, :] == y[:, None]``, compare two views of one value.
+        for side in {skip_views(side) for side in comparison.all_input_nodes}:
             if _is_computed_float(side):
                 _store_by_operator(graph, side)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,7 @@ from purestep.grads.microbatch import (
 )
 from purestep.objective import forward_microbatch, weighted_sum
 from purestep.torch_private import check_inference_mode, run_backward
+from purestep.tree.opaque import tensors_in
 from purestep.types import GradHook, LossFn, Tree
 
 
@@ -105,7 +106,7 @@ def run_backward_into(
     with another ``grad_dtype`` than its sum.
 
     No sum shares memory with cotangents, leaves, another sum or ``data``, the leaves of the
-    microbatch. Tensors in a ``UserDict`` are not compared.
+    microbatch. Of ``data``, tensors in mappings, lists, tuples and dataclasses are compared.
     ``on_grad_ready`` takes each sum that the pass reaches, and returns the tensor to keep. Another
     tensor that it returns is kept as it is, even if it shares memory.
 
@@ -227,8 +228,8 @@ def clone_aliased(
 ) -> None:
     """Replaces new gradients that share memory by clones in the list, so that they can be added to.
 
-    They may share it with a tensor or parameter of ``others``, or an earlier gradient. A
-    ``UserDict`` of tensors in ``others`` is not compared. Both gradients of
+    They may share it with an earlier gradient, or with a tensor of ``others``: one of the list, or
+    one in a mapping, list, tuple or dataclass there. Both gradients of
     ``torch.stack([a, b]).sum(0)``, say, lie in one storage, with the cotangent. And a
     ``torch.autograd.Function`` may return a param or data that it has saved. An expanded gradient
     shares memory with itself. One whose address is unknown, as of a subclass, is cloned, too. Where
@@ -236,6 +237,7 @@ def clone_aliased(
     becomes dense. ``grads`` may have None, which stays.
     """
     addresses: list[int | None] = []
+    used: set[int | None] = {None}
     for tensor in [*others, *grads]:
         address = None  # also of a subclass, which may hold its values elsewhere
         if type(tensor) in (Tensor, Parameter):
@@ -243,9 +245,11 @@ def clone_aliased(
                 address = tensor.untyped_storage().data_ptr()
             except (RuntimeError, NotImplementedError):
                 pass  # A device that computes later has none.
+        else:
+            used.update(_addresses_in(tensor))
         addresses.append(address)
     num_others = len(addresses) - len(grads)
-    used = {None, *addresses[:num_others]}
+    used.update(addresses[:num_others])
     for index, grad in enumerate(grads):
         if grad is None or (totals_before and totals_before[index] is not None):
             continue
@@ -255,6 +259,13 @@ def clone_aliased(
         elif address in used or 0 in grad.stride():
             grads[index] = grad.clone()
         used.add(address)
+
+
+def _addresses_in(leaf: Any) -> Iterator[int]:
+    """Yields the addresses of the tensors in a leaf, such as a dataclass, or a subclass's own."""
+    for tensor in tensors_in(leaf):
+        with suppress(RuntimeError, NotImplementedError):
+            yield tensor.untyped_storage().data_ptr()
 
 
 def zeros_for_missing(

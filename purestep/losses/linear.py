@@ -7,6 +7,7 @@ from einops import rearrange
 from torch import Tensor
 
 from purestep import tree
+from purestep.autocast import autocast_dtype
 from purestep.counts import IGNORE_INDEX
 from purestep.losses.arguments import (
     check_label_smoothing,
@@ -228,11 +229,10 @@ def _autocast(tensor: Tensor) -> Tensor:
     Returns it as it is if autocast is off, or if it is float64. The backward pass may run outside
     of autocast, and then computes the same product.
     """
-    device_type = tensor.device.type
-    is_enabled = torch.is_autocast_enabled(device_type)
-    if tensor.dtype == torch.float64 or not is_enabled:
+    dtype = autocast_dtype(tensor.device.type)
+    if tensor.dtype == torch.float64 or dtype is None:
         return tensor
-    return tensor.to(torch.get_autocast_dtype(device_type))
+    return tensor.to(dtype)
 
 
 def _check_product(
@@ -264,7 +264,7 @@ def _check_product(
             f"{tuple(hidden.shape)}: {owner}weight needs shape (classes, {hidden.shape[-1]}), as "
             "torch.nn.Linear has it"
         )
-    is_autocast = torch.is_autocast_enabled(hidden.device.type)
+    is_autocast = autocast_dtype(hidden.device.type) is not None
     if weight.dtype != hidden.dtype and not is_autocast:
         raise ValueError(
             f"{owner}hidden is {hidden.dtype} and {owner}weight is {weight.dtype}: their product "

@@ -258,15 +258,17 @@ def _chunked_grads(ctx: Any, cotangents: tuple[Tensor, ...]) -> list[Tensor | No
     """Computes the gradients of hidden, weight and bias from one chunk of logits at a time.
 
     Each is None if its input needs none. A token whose cotangents are 0 gets exactly zero gradient,
-    even if its hidden state is NaN. The cotangents are those of ``LogitStatistics``, and ``ctx`` is
-    that of ``_Statistics``, after its ``forward``.
+    even if its hidden state is NaN. For this, a NaN as the cotangent of z alone counts as 0. The
+    cotangents are those of ``LogitStatistics``, and ``ctx`` is that of ``_Statistics``, after its
+    ``forward``.
     """
     labels, z, hidden, weight, bias = ctx.saved_tensors
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[3:]
     z_grad, label_grad, total_grad = (grad.unsqueeze(-1) for grad in cotangents)
     # A token whose cotangents are 0 gets a zero gradient, even if its hidden state is NaN:
-    # its row is 0, and exp(x − ∞) is 0.
-    is_used = (z_grad != 0) | (label_grad != 0) | (total_grad != 0)
+    # its row is 0, and exp(x − ∞) is 0. The cotangent of z is NaN there if a loss squares z.
+    is_used = (z_grad.abs() > 0) | (label_grad != 0) | (total_grad != 0)
+    z_grad = torch.where(is_used, z_grad, 0)
     z = torch.where(is_used, z.unsqueeze(-1), math.inf)
     rows = torch.where(is_used, hidden, 0).to(z.dtype).requires_grad_(needs_hidden)
     weight_grad = torch.empty_like(weight) if needs_weight else None

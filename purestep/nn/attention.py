@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from purestep.autocast import without_autocast
+
 DropoutFn = Callable[[Tensor, float], Tensor]
 """Drops elements of attention weights, of shape ``(examples, heads, L, S)``, at a rate."""
 
@@ -67,27 +69,30 @@ def compute_attention(
         value = value.repeat_interleave(queries_per_key, -3)
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
-    # Softmax in bfloat16 has two or three digits: fused kernels compute it in float32, too.
-    wide_dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(wide_dtype) @ key.to(wide_dtype).mT
-    scores = scores * scale
     if is_causal:
         if attn_mask is not None:
             raise ValueError(
                 "attention takes attn_mask or is_causal=True, not both: leave one of them out"
             )
-        num_queries, num_keys = scores.shape[-2:]
+        num_queries = query.shape[-2]
+        num_keys = key.shape[-2]
         # Of two dimensions, since under vmap the module may have no others.
-        attn_mask = scores.new_ones(num_queries, num_keys, dtype=torch.bool).tril()
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -math.inf)
-        else:
-            scores = scores + attn_mask
-    # softmax of a row of -inf is NaN. As in torch, a query that may attend to nothing gets zeros.
-    is_empty = (scores == -math.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(is_empty, 0).softmax(-1).masked_fill(is_empty, 0)
-    output = dropout(weights, dropout_p) @ value.to(wide_dtype)
+        attn_mask = query.new_ones(num_queries, num_keys, dtype=torch.bool).tril()
+    # Softmax in bfloat16 has two or three digits: fused kernels compute it in float32, too.
+    wide_dtype = torch.promote_types(query.dtype, torch.float32)
+    with without_autocast(query.device.type):
+        scores = query.to(wide_dtype) @ key.to(wide_dtype).mT
+        scores = scores * scale
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                scores = scores.masked_fill(~attn_mask, -math.inf)
+            else:
+                scores = scores + attn_mask
+        # softmax of a row of -inf is NaN. As in torch, a query that may attend to nothing gets
+        # zeros.
+        is_empty = (scores == -math.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(is_empty, 0).softmax(-1).masked_fill(is_empty, 0)
+        output = dropout(weights, dropout_p) @ value.to(wide_dtype)
     return output.to(query.dtype)
 
 

@@ -26,7 +26,7 @@ def contents_of(cell: CellType) -> tuple[Any, ...]:
     """Returns a cell's content in a tuple, or an empty tuple.
 
     It is empty unless the content is a module, a tensor or a function. A method of one of these, or
-    a weak reference to a module, is a content, too.
+    a weak reference to one, is a content, too.
     """
     content = _read_cell(cell)
     owner = content
@@ -143,6 +143,8 @@ def _call_without_layers(function: FunctionType, args: Any, kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
     except NameError as error:
+        if error.name not in function.__code__.co_freevars:
+            raise
         raise ReferenceError(
             "a function of a module is called after apply has returned, as by a hook of a tensor, "
             "and finds a layer through its closure. Give it what it needs as arguments, or as "

@@ -153,7 +153,8 @@ class KeyedDropout(TorchFunctionMode):
         """Draws, by the next keys, a mask of the shape of ``x``: True with probability ``p``.
 
         Raises ``ValueError`` unless the first dimensions of ``x`` are clearly those of the
-        examples, or the first one counts all tokens that have keys.
+        examples, or the first one counts all tokens that have keys. With keys of tokens, it also
+        does so for a shape that ``random.dropout`` does not take, once tokens are split into rows.
         """
         is_dropped = random.below_probability(p)
         num_dims = len(self._batch_shape)
@@ -212,8 +213,9 @@ class KeyedDropout(TorchFunctionMode):
         Returns the input itself if ``p`` is 0 or ``training`` is False; None is torch's default for
         ``func``. Writes the output to the input if ``inplace``. Raises ``ValueError`` for dropout
         of channels with keys of tokens, and for a ``p`` outside of 0 to 1. It also does so for an
-        input whose first dimensions are not clearly those of the examples. An input whose first
-        dimension counts all tokens with keys passes.
+        input whose first dimensions are not clearly those of the examples. With keys of tokens, the
+        shape must be one that ``random.dropout`` takes, or ``(tokens,)`` or ``(tokens, features)``
+        with all tokens in the first dimension.
         """
         if training is None:
             training = (

@@ -114,7 +114,7 @@ def from_module(
 
     **Frozen parameters**, as the base of LoRA, are ``apply.frozen``. ``apply(params, *args,
     frozen=frozen)`` takes others in their place, such as ``ps.shard(apply.frozen, axis)``. They are
-    gathered with the units, and have no gradient.
+    gathered with the units, and get no gradient in a step.
 
     **On the meta device** a module has shapes alone. Then params are on "meta", and so are their
     shards: ``ps.checkpoint.load_safetensors`` reads the values of each rank's shards. So no rank

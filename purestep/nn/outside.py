@@ -44,8 +44,8 @@ _LOCK = threading.Lock()
 def find_mappings(module: Module) -> list[Any]:
     """Returns dicts and sets outside of a module that its parts reach, each once.
 
-    The forward hooks may fill theirs later: all are returned that they reach. Of those that only
-    functions of the parts reach, a dict or set is returned if a part is a key of it now.
+    The forward hooks may fill theirs later: all are returned that they reach. Of the
+    others, a dict or set is returned if a part is a key of it now.
 
     The way to a dict or set has at most ``_DEPTH`` objects, both included. It does not go through
     an ``nn.Module``, a dict or a set, and through a module of Python only to attributes that a
@@ -72,7 +72,7 @@ def find_mappings(module: Module) -> list[Any]:
 
 
 def _find_lookups(parts: Sequence[Module]) -> list[Any]:
-    """Returns functions, dicts and sets of parts that no copy of a part has for itself.
+    """Returns functions of parts, and the dicts and sets that no copy of a part has for itself.
 
     These are functions in attributes, and dicts and sets there of a subclass, as a ``Counter``. Of
     each class they are its functions, dicts and sets, without those of its bases. ``__init__`` is

@@ -138,8 +138,8 @@ def make_recipe(
 ) -> Recipe:
     """Makes the recipe by which ``rebuild`` copies a module around others than these tensors.
 
-    It changes nothing in the module. ``shared`` are objects that copies share, and that are not
-    followed.
+    It changes nothing in the module. ``shared`` are objects that are not followed. Copies share
+    them, except for dicts, lists and deques in attributes of parts.
 
     >>> module = torch.nn.Linear(2, 2, bias=False)
     >>> recipe = make_recipe(module, [module.weight])
@@ -257,7 +257,8 @@ class _RecipeBuilder:
         for number, obj in enumerate(self._objects):
             owner = self._positions[id(obj)]
             for name, method in members_of(type(obj)).items():
-                if type(method) is not _CACHED:
+                # An attribute of the object goes before the method.
+                if type(method) is not _CACHED or name in vars(obj):
                     continue
                 bind = partial(bind_method, method.__wrapped__)
                 position = self._add_derived(bind, [owner])
@@ -336,8 +337,9 @@ def _find_holders(
 ) -> dict[int, list[Any]]:
     """Returns the holders of each object that a module leads to, by the object's id.
 
-    Goes into functions only where a module or a closure holds them, and not into objects whose ids
-    are in ``shared``. An int that is a key of ``parts_by_id`` stands for that part.
+    Goes into functions only where a module, a closure or a compiled function holds them, and not
+    into objects whose ids are in ``shared``. An int that is a key of ``parts_by_id`` stands for
+    that part.
     """
     holders: dict[int, list[Any]] = {id(module): []}
     queue: list[Any] = [module]
@@ -350,9 +352,7 @@ def _find_holders(
         if isinstance(holder, dict):
             targets += holder  # its keys
         for target in targets:
-            if type(target) is FunctionType and not isinstance(
-                holder, Module | CellType
-            ):
+            if type(target) is FunctionType and not _leads_to(holder, target):
                 continue  # A hook, say: with its closure, it may fill a list of the caller's.
             if type(target) is int:
                 # It is no object to follow, but may be the id of one.
@@ -362,6 +362,12 @@ def _find_holders(
                 queue.append(target)
             holders[id(target)].append(holder)
     return holders
+
+
+def _leads_to(holder: Any, function: FunctionType) -> bool:
+    """Returns whether a module, a closure or a compiled function holds a function."""
+    is_attribute = isinstance(holder, Module | CellType)
+    return is_attribute or original_function(holder) is function
 
 
 def _find_copied(

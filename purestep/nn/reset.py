@@ -61,10 +61,8 @@ def reset_parameters(
             "from_module"
         )
     recipe = make_recipe(module, [*tensors.values()])
-    slots = {
-        unit.path: unit.slots for unit in find_units(module, tensors, recipe, units)
-    }
-    in_units = {slot.name for chosen in slots.values() for slot in chosen}
+    specs = find_units(module, tensors, recipe, units)
+    in_units = {slot.name for spec in specs for slot in spec.slots}
     values = {name: _copy_tensor(tensor) for name, tensor in tensors.items()}
     root = [name for name in like if name not in in_units]
     for name in root:
@@ -72,10 +70,12 @@ def reset_parameters(
     placeholders = {name: values[name] for name in like if name in in_units}
     versions = {name: version_counter(p) for name, p in placeholders.items()}
     copies = rebuild(recipe, [*values.values()], is_eval=False)
+    # Not by path: a part that lies in two places is reset in both, as by ``module.apply``.
+    slots = {id(copies.objects[spec.module_number]): spec.slots for spec in specs}
     drawn: dict[str, Any] = {}
 
     def visit(part: Module, path: str) -> None:
-        unit_slots = [slot for slot in slots.get(path, ()) if slot.name in like]
+        unit_slots = [slot for slot in slots.get(id(part), ()) if slot.name in like]
         names = {slot.name for slot in unit_slots}
         full = {name: _allocate(tensors[name], like[name]) for name in names}
         _fill_slots(copies, unit_slots, full)

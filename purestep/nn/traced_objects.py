@@ -20,7 +20,7 @@ def set_attributes_in_trace(
 
     If ``attributes`` lacks a module's ``forward`` or one of the class's ``decorated_methods``,
     these are added to it first, bound to the object: otherwise the compiler loses their closures.
-    After it adds a ``forward``, it calls ``call_forward_of_object``.
+    ``call_forward_of_object`` lets the compiler call a ``forward`` that is added.
     """
     # Dynamo loses the closures of methods on objects made in the trace, so bind these.
     if isinstance(obj, Module) and "forward" not in attributes:

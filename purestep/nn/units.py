@@ -83,9 +83,9 @@ def find_units(
 ) -> list[UnitSpec]:
     """Returns the units of a module that have params, each param in the innermost unit around it.
 
-    A param that two parts share belongs to the innermost unit around both, if there is one. If two
-    units share a part that is a unit itself, the params of this part belong to the innermost unit
-    around both units. The params of no unit are the root's, as are those that a partial or closure
+    A param that two parts share belongs to the innermost unit around both, if there is one. A unit
+    that lies in two units, or in one and outside of it, leaves its params to the innermost unit
+    around both places. The params of no unit are the root's, as are those that a partial or closure
     holds by itself. ``tensors`` are those of the recipe, in its order.
 
     Raises ``ValueError`` if ``units`` chooses no part, or one that is not called itself, as a

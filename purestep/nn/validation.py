@@ -69,9 +69,8 @@ def check_has_value(name: str, buffer: Tensor) -> None:
 def _check_part(path: str, part: Module) -> None:
     """Raises if one part of a module cannot be in a pure function.
 
-    That is ``TypeError`` for a wrapper, such as DDP. It is also ``TypeError`` for ``__slots__``, if
-    the part has parameters: in itself or in parts inside of it. ``scale_grad_by_freq`` of the part
-    itself raises ``ValueError``.
+    That is ``TypeError`` for a wrapper, such as DDP, and for a class with ``__slots__``.
+    ``scale_grad_by_freq`` of the part itself raises ``ValueError``.
     """
     bases = type(part).__mro__
     for base in bases:
@@ -79,10 +78,8 @@ def _check_part(path: str, part: Module) -> None:
             raise TypeError(
                 f"{path} is a {base.__name__}, no plain module: {_WRAPPERS[base.__name__]}"
             )
-    # A copy is a new object with the same __dict__, in which slots are not. Parts without
-    # parameters are shared instead of copied.
-    has_slots = any(getattr(base, "__slots__", ()) for base in bases)
-    if has_slots and [*part.parameters()]:
+    # A copy is a new object with the same __dict__, in which slots are not.
+    if any(getattr(base, "__slots__", ()) for base in bases):
         raise TypeError(
             f"{path} has __slots__, which copies lack: remove it from the class"
         )

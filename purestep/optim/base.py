@@ -163,8 +163,9 @@ def chain(
 
     Each part gets the updates of the one before it as its gradients, and the same params. The
     result is an Optimizer if the last part is one, else a Transform. The state is the tuple of the
-    parts' states, and ``update`` raises ``ValueError`` for any other. Raises ``ValueError`` without
-    parts. Raises ``TypeError`` if a part is neither, or an Optimizer is not the last.
+    parts' states, and ``update`` raises ``ValueError`` for what is no tuple of this length. Raises
+    ``ValueError`` without parts. Raises ``TypeError`` if a part is neither, or an Optimizer is not
+    the last.
 
     >>> from purestep.optim import clip_by_global_norm, sgd
     >>> type(chain(clip_by_global_norm(1.0), sgd(0.1))).__name__

@@ -62,8 +62,9 @@ def partition(
     tuple of its parts' states. A label that no parameter has is left out.
 
     ``init`` and ``update`` raise ``ValueError`` for a label that is not among ``transforms``, and
-    for labels that are no prefix of the params. So does ``update`` for gradients or a state that do
-    not fit the params.
+    for labels that are no prefix of the params. So does ``update`` for gradients in other
+    containers than the params, or a state without one part for each label. The parts check all
+    else.
 
     Args:
         transforms: a dict of optimizers, or of transforms, by label.

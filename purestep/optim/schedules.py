@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -37,11 +37,10 @@ def evaluate_rate(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
         if rate.ndim == 0:
             return rate.to(torch.float64)
         actual = f"a tensor of shape {tuple(rate.shape)}"
-    elif rate is None or isinstance(rate, str | complex | list | tuple | dict):
-        actual = type(rate).__name__
+    elif isinstance(rate, Real | torch.SymFloat | torch.SymInt):
+        return cast("float", rate)
     else:
-        number: float = rate
-        return number
+        actual = type(rate).__name__
     raise TypeError(f"a schedule must return a number or a scalar tensor, got {actual}")
 
 
@@ -236,8 +235,7 @@ def join_schedules(
             f"but {len(boundaries)} were given"
         )
 
-    for boundary in boundaries:
-        _check_whole("boundary", boundary)
+    boundaries = [_as_whole("boundary", boundary) for boundary in boundaries]
     starts = [0, *boundaries]
     if any(end <= start for start, end in itertools.pairwise(starts)):
         raise ValueError(
@@ -279,6 +277,17 @@ def _check_steps(name: str, steps: int) -> None:
     _check_whole(name, steps)
     if steps <= 0:
         raise ValueError(f"{name}={steps} must be positive")
+
+
+def _as_whole(name: str, steps: Any) -> Any:
+    """Returns a number as an int, so that integer steps stay integers; a tensor as it is.
+
+    Infinity becomes the last int64. Raises as ``_check_whole`` does.
+    """
+    _check_whole(name, steps)
+    if isinstance(steps, Tensor | int):
+        return steps
+    return torch.iinfo(torch.int64).max if steps == math.inf else int(steps)
 
 
 def _check_whole(name: str, steps: Tensor | float) -> None:

@@ -72,7 +72,8 @@ class MomentumState(NamedTuple):
 def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     """Keeps a decaying sum of gradients: t ← decay · t + g.
 
-    The update is t, or g + decay · t with ``nesterov``. Raises ``ValueError`` for a negative decay.
+    The update is t, or g + decay · t with ``nesterov``. Raises ``ValueError`` for a
+    negative number.
 
     >>> transform = momentum(0.5)
     >>> state = MomentumState({"w": torch.tensor(2.0)})

@@ -78,7 +78,7 @@ def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:
     count, stays one. It also takes trees from ``distribute_tensor``, ``fully_shard`` and
     distributed checkpoints. A DTensor that is replicated, over any mesh, becomes a tensor. Both are
     detached; leaves that are no DTensor stay as they are. Raises ``ValueError`` for a DTensor of
-    other placements, in pieces over several dimensions of a mesh, or over another axis.
+    other placements, sharded on a mesh of several dimensions, or over another axis.
 
     >>> from_dtensor({"w": torch.ones(2)}, axis=None)
     {'w': tensor([1., 1.])}

@@ -183,9 +183,9 @@ class SPMDSession:
         """Returns the sums of all ranks' results, under any transform.
 
         Loss, counts, aux and gradients of plain leaves are summed by ``psum``. With
-        ``gather="step"``, the full gradient of a sharded leaf becomes this rank's shard of the sum.
-        Otherwise it is such a shard already. Either is summed over the other ranks of the axis, if
-        there are any.
+        ``gather="step"``, the full gradient of a leaf that is sharded over the axis becomes this
+        rank's shard of the sum. Any other gradient of a sharded leaf is a shard already. Either is
+        summed over the other ranks of the axis, if there are any.
 
         Raises ``ValueError`` if N overflows, where the host can read it.
         """

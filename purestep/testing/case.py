@@ -99,8 +99,8 @@ class Case:
             "ps.testing.REGRESSION" if task == REGRESSION else "task",
             repr(model) if isinstance(model, Linear) else "model",
         ]
-        for name, value in _sgd_numbers(self.problem).items():
-            args.append(f"{name}={value}")
+        numbers = {"learning_rate": 0.0, **_sgd_numbers(self.problem)}
+        args += [f"{name}={value}" for name, value in numbers.items()]
         lines = [
             "import torch",
             "import purestep as ps",
@@ -228,13 +228,14 @@ CHAINED = re.compile(r"\n\n(?:The above exception was|During handling of)")
 
 
 def describe_cause(error: BaseException) -> str:
-    """Describes the first exception of a chain, and where it was raised, in one line.
+    """Describes the first exception of a chain that was raised, and where, in one line.
 
     The message ends after 400 characters. If the exception is not ``error`` itself, the type and
     the first line of ``error`` follow. ``error`` must have been raised.
     """
     text = "".join(traceback.format_exception(error))
-    innermost = CHAINED.split(text)[0]
+    # A cause that was made, but not raised, has no frame.
+    innermost = next(part for part in CHAINED.split(text) if FRAME.search(part))
     frame = list(FRAME.finditer(innermost))[-1]
     path, line, function = frame.groups()
     words = innermost[frame.end() :].split()

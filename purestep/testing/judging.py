@@ -122,7 +122,7 @@ def check_cases(cases: int) -> None:
 
 
 def check_can_be_judged(trainer: Trainer, laws: Names) -> None:
-    """Raises as ``run_laws`` does, before the first case, for what is no trainer or no law."""
+    """Raises as ``run_laws`` does, before any case, for an unknown law or an unfit trainer."""
     for name in laws:
         _judge_law(trainer, _find_law(name), _Budget(0, 0, 0))
 
@@ -369,7 +369,8 @@ def _conclude(
 ) -> Verdict:
     """Returns a verdict with the case and the reason of an error, or of the shortest refusal.
 
-    Without either, it stays. Raises another error than ``DisagreementError``.
+    For an error the status is "wrong", and for a refusal "refuses". Without either, the verdict
+    stays. Raises another error than ``DisagreementError``.
     """
     if isinstance(error, DisagreementError):
         return verdict._replace(

@@ -73,11 +73,13 @@ def parse_seed(text: str) -> Seed:
 
 
 def writable_path(text: str) -> Path:
-    """Parses a path for ``argparse``; raises ``ArgumentTypeError`` if its folder cannot be read.
+    """Parses a path for ``argparse``; raises ``ArgumentTypeError`` for one that is a folder.
 
-    A long run should not fail at its end.
+    It also raises if the path's folder cannot be read. A long run should not fail at its end.
     """
     path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
     try:
         os.scandir(path.parent).close()
     except OSError as error:

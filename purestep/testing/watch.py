@@ -142,7 +142,8 @@ class Watch:
     def end(self) -> None:
         """Puts the global state that ``STATE`` lists back as it was before ``Watch(seed)``."""
         for name, state in STATE.items():
-            state.write(self._original[name])
+            if self._original[name] is not None:  # Else NumPy was not imported then.
+                state.write(self._original[name])
 
 
 def _read_state() -> dict[str, Any]:

@@ -54,13 +54,15 @@ def view_bits(x: Tensor) -> Tensor:
 def select_by_leaf(
     old: list[Tensor], new: list[Tensor], condition: Tensor
 ) -> list[Tensor]:
-    """Returns ``new`` if the condition is True, else ``old``, leaf by leaf in new tensors.
+    """Returns ``new`` if the condition is True, else ``old``, leaf by leaf, in dtypes of ``old``.
 
     It is for devices whose foreach operations are loops.
     """
     selected = []
     for new_leaf, old_leaf in zip(new, old, strict=True):
-        selected.append(torch.where(condition, new_leaf, old_leaf))
+        # Of int64 and float32, ``where`` would make float32, which rounds large integers.
+        cast = new_leaf.to(old_leaf.dtype)
+        selected.append(torch.where(condition, cast, old_leaf))
     return selected
 
 

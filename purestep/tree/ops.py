@@ -140,9 +140,10 @@ def where(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
 def copy_(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     """Writes ``new`` over ``old``, in its buffers, if ``condition`` is True (None: always).
 
-    Returns the tree of these buffers. If autograd or a transform follows the values, ``old`` stays
-    as it is, and the values are returned in other tensors. Raises ValueError unless both have the
-    same containers, shapes and dtypes.
+    Returns the tree of these buffers. Leaves are written one by one, so a leaf of ``new`` must not
+    share memory with another leaf of ``old``. If autograd or a transform follows the values,
+    ``old`` stays as it is, and the values are returned in other tensors. Raises ValueError unless
+    both have the same containers, shapes and dtypes.
 
     >>> old = {"w": torch.zeros(2)}
     >>> copy_(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old

@@ -191,8 +191,8 @@ def build_container(node: Node, children: Sequence[Any]) -> Any:
 def format_node(node: Node) -> str:
     """Formats a node for messages, with stars for its leaves.
 
-    Dicts, lists, tuples, NamedTuples and None are formatted as optree formats them. Any other class
-    is its name with the entries of its children, as in ``Shard(local=*)``.
+    Plain dicts, lists, tuples, NamedTuples and None are formatted as optree formats them. Any other
+    class is its name with the entries of its children, as in ``Shard(local=*)``.
     """
     if node is None:
         return "*"
