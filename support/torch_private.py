@@ -135,3 +135,27 @@ def count_cached_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def fail_in_backward_compiler(after: int) -> Any:
+    """Makes a compiler's backend that runs graphs by torch, and compiles ``after`` backward passes.
+
+    It fails at the next one, by an error of the compiler's.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    num_calls = 0
+
+    def compile_forward(graph: Any, _: Any) -> Any:
+        return make_boxed_func(graph)
+
+    def compile_backward(graph: Any, _: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > after:
+            raise TorchDynamoException("no backward pass")
+        return make_boxed_func(graph)
+
+    return aot_autograd(fw_compiler=compile_forward, bw_compiler=compile_backward)

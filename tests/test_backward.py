@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from support.ranks import Run
+from support.torch_private import fail_in_backward_compiler
 
 WIDTH = 3
 
@@ -202,6 +203,33 @@ def test_a_gradient_in_the_memory_of_a_parameter_is_copied() -> None:
         torch.testing.assert_close(layer.weight.grad, 3 * before)
         assert layer.weight.grad.data_ptr() != layer.weight.data_ptr()
     assert torch.equal(layer.weight, before)
+
+
+def test_a_parameter_as_a_loss_where_the_backward_pass_is_not_compiled() -> None:
+    """The second microbatch has another size; its backward pass runs again, and adds once."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.temperature = nn.Parameter(torch.ones(()))
+
+    def scaled_loss(model: Any, x: Tensor) -> Any:
+        losses = (x * model.weight).sum(1)
+        return ps.LossOutput(losses, microbatch_loss=model.temperature)
+
+    model = Scaled()
+    backward = ps.make_backward(
+        model,
+        scaled_loss,
+        weight_fn=lambda x: x[:, 0],
+        compile=partial(torch.compile, backend=fail_in_backward_compiler(after=1)),
+    )
+    with pytest.warns(UserWarning, match="cannot make one graph"):
+        backward([torch.ones(rows, 2) for rows in (3, 4, 5)])
+    assert model.temperature.grad == 1
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [1, 1]
 
 
 def test_a_loss_that_fails_leaves_no_gradient() -> None:

@@ -25,7 +25,7 @@ from purestep.grads.microbatch import (
     MicrobatchResult,
 )
 from purestep.tree.opaque import clone_opaque
-from purestep.types import GradHook, LossFn, TokenCounts, Tree
+from purestep.types import GradHook, LossFn, LossOutput, TokenCounts, Tree
 
 
 def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
@@ -118,7 +118,17 @@ def backward_of_compiled_loss(
     Where the loss or its backward pass makes no graph, it warns, and runs the loss eagerly.
     ``own_leaves`` returns the leaves to differentiate, where they are the parameters of a module.
     """
-    compiled_loss = graph.compile_one_graph(loss_fn, compile_)
+
+    def loss_of_graph(params: Tree, microbatch: Any) -> Any:
+        output: Any = loss_fn(params, microbatch)
+        if isinstance(output, LossOutput):
+            losses, term, aux, weights = output
+            return LossOutput(_copy_output(losses), _copy_output(term), aux, weights)
+        return _copy_output(output)
+
+    compiled_loss = graph.compile_one_graph(
+        functools.wraps(loss_fn)(loss_of_graph), compile_
+    )
     by_autograd = inplace_backward(compiled_loss, own_leaves)
 
     def grad_fn(
@@ -131,10 +141,21 @@ def backward_of_compiled_loss(
         except graph.NoGraph:
             raise
         except Exception as error:
-            # The backward pass is compiled when it first runs, before it adds to any sum.
+            # The backward pass is compiled when it first runs. It has added to no sum by then,
+            # since all gradients come from the graph.
             graph.raise_no_graph(loss_fn, error)
 
     return graph.with_fallback(grad_fn, inplace_backward(loss_fn, own_leaves))
+
+
+def _copy_output(output: Any) -> Any:
+    """Copies a tensor that a loss returns, in the graph; returns any other value as it is.
+
+    A param that a loss returns itself, as ``LossOutput(losses, params["temperature"])``, would get
+    its gradient outside of the graph, before the graph's backward pass is compiled. Where that
+    fails, the microbatch runs again, and would add this gradient twice.
+    """
+    return output.clone() if isinstance(output, Tensor) else output
 
 
 def _check_eagerly(loss_fn: LossFn, inputs: MicrobatchInputs) -> None:
