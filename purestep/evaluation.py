@@ -57,8 +57,8 @@ def make_eval_step(
     them for params or microbatches that do not fit, and for params that were donated.
 
     Args:
-        loss_fn: as in ``make_update_step``. Leave out dropout, of which the first evaluation warns,
-            and auxiliary losses.
+        loss_fn: as in ``make_update_step``. Leave out dropout and auxiliary losses. The first
+            evaluation warns of dropout, but not of dropout by keys.
         weight_fn: as in ``make_update_step``. None: the loss returns its weights.
         axis: the ranks over which tokens are spread.
         gather: "loss" if the loss calls ``ps.unshard``. Otherwise params are gathered once.

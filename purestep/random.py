@@ -7,6 +7,7 @@ changes its draw.
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -97,11 +98,13 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
         raise TypeError(
             f"fold_in: data is {tree.format_leaf(data)}, and must be whole numbers"
         )
-    if not isinstance(data, Tensor | int) and not hasattr(data, "__index__"):
-        raise TypeError(
-            f"fold_in takes a whole number, or a tensor of them, got {data!r}: number the layers, "
-            "calls or streams, as fold_in(key, 0)"
-        )
+    if not isinstance(data, Tensor | int):
+        if not hasattr(data, "__index__"):
+            raise TypeError(
+                f"fold_in takes a whole number, or a tensor of them, got {data!r}: number the "
+                "layers, calls or streams, as fold_in(key, 0)"
+            )
+        data = operator.index(data)  # NumPy's small integers overflow.
     return cast(_K, _make_key(key, data, _FOLD))
 
 

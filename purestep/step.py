@@ -454,8 +454,8 @@ def measure_step(
         aux=sums.aux,
     )
     # Under torch.func they keep their derivative: without it, it would be 0 without a word.
-    may_require_grad = sums.loss.requires_grad or not tree.is_empty(sums.aux)
-    if may_require_grad and tree.can_write():
+    has_graph = metrics.loss.requires_grad or metrics.grad_norm.requires_grad
+    if (has_graph or not tree.is_empty(metrics.aux)) and tree.can_write():
         metrics = tree.detach(metrics)
     return metrics
 
@@ -481,7 +481,8 @@ def apply_update(
     In plain eager mode it runs ``update_``: on the caller's buffers with ``donate``, otherwise on
     one copy of them. ``update_`` consumes the gradients. With ``donate``, the first leaves of
     params and state are then marked as donated. The host reads an ``applied`` that lies on it, and
-    waits for no device. Raises ``ValueError`` for params or state that are marked as donated.
+    waits for no device. Raises ``ValueError`` for params or state that are marked as donated, and
+    with ``donate`` if two of their leaves are one tensor.
 
     In both modes, an error that a wrong state causes becomes a ``ValueError`` or ``TypeError`` that
     says so.

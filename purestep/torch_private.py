@@ -10,6 +10,7 @@ RuntimeError: torch ... has no torch._no_such_name, which purestep needs for thi
 """
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -404,7 +405,8 @@ def original_function(function: Any) -> Any | None:
 def _is_code_of_compiler(function: Any) -> bool:
     """Returns whether a function's code stands in a file of torch's compiler, Dynamo."""
     code = getattr(function, "__code__", None)
-    return code is not None and "_dynamo" in code.co_filename
+    folder = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "")
+    return code is not None and code.co_filename.startswith(folder)
 
 
 def watch_operations(look: Callable[[Any, Any, Any], None]) -> Any:
@@ -431,7 +433,7 @@ def watch_operations(look: Callable[[Any, Any, Any], None]) -> Any:
 def bind_arguments(
     operation: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, tuple[Any, bool]]:
-    """Returns each argument of an operation by name, and whether the operation writes to it.
+    """Returns each argument of an operation by name, and whether its schema marks it as written.
 
     Arguments that the call leaves out have their default values; without one they are missing.
     """
@@ -454,9 +456,10 @@ def bind_arguments(
 def may_draw_random(
     operation: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """Returns whether an operation may draw random numbers.
+    """Returns whether an operation may draw random numbers, by its tag.
 
-    One with the argument ``dropout_p``, as attention has it, draws only if that is not 0.
+    An operation without torch's tag ``nondeterministic_seeded`` counts as one that draws none. One
+    with the argument ``dropout_p``, as attention has it, draws only if that is not 0.
     """
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False

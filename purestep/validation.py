@@ -371,7 +371,8 @@ def forbid_writes(leaves: Sequence[Tensor], spec: tree.TreeSpec) -> Iterator[Non
     """Raises ValueError at the end of the context if one of ``leaves``, the params, was written to.
 
     ``spec`` names the leaf in the error. It checks nothing in a transform or a compiler, nor if any
-    leaf is a tensor of inference mode: these have no versions.
+    leaf is a tensor of inference mode: these have no versions. Nor does it see writes by ``.data``
+    or NumPy, which count no version.
     """
     versions: list[int] = []
     if tree.is_plain_eager() and not any(leaf.is_inference() for leaf in leaves):

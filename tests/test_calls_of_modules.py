@@ -428,6 +428,16 @@ def test_a_function_around_a_compiled_one(change: Any, wrap: Any) -> None:
     torch.testing.assert_close(apply(doubled, draw_inputs()), 2 * module(draw_inputs()))
 
 
+def test_a_program_whose_file_has_the_name_of_the_compiler() -> None:
+    """``train_dynamo.py`` is none of torch's files."""
+    namespace: dict[str, Any] = {}
+    exec(compile("def act(x): return x.relu()", "train_dynamo.py", "exec"), namespace)
+    module: Any = FunctionModule(lambda m, x: m.act(m.a(x)), a=linear()).double()
+    module.act = AOT_EAGER(namespace["act"])
+    params, apply = ps.from_module(module)
+    assert torch.equal(apply(params, draw_inputs()), module(draw_inputs()))
+
+
 def test_an_attribute_goes_before_a_cached_method() -> None:
     class Cached(FunctionModule):
         @functools.cache  # noqa: B019

@@ -21,6 +21,7 @@ from purestep.compiling.cpu import (
     rewrite_graph,
     split_addmm,
 )
+from purestep.compiling.nodes import skip_views
 from purestep.compiling.products import (
     NARROW,
     WIDE,
@@ -634,6 +635,20 @@ def test_compiled_gradients_are_those_of_an_eager_step(loss_fn: Any) -> None:
     actual, *_ = ps.make_update_step(**settings, compile=True)(*state, group)
     expected, *_ = ps.make_update_step(**settings)(*state, group)
     torch.testing.assert_close(actual, expected)
+
+
+def test_a_piece_of_a_split_reads_the_memory_of_what_is_split() -> None:
+    """A compiled loop copies it, as any view of an input, before it returns it."""
+
+    def list_pieces(x: Tensor) -> list[Tensor]:
+        return [*x.split(2), *x.unbind(), x[:2], x.sin()]
+
+    graph = make_fx(list_pieces, tracing_mode="fake")(torch.ones(4)).graph
+    (results,) = graph.output_node().args
+    *views, sine = [skip_views(result) for result in results]
+    assert len(views) == 7
+    assert {view.op for view in views} == {"placeholder"}
+    assert sine.op == "call_function"
 
 
 def test_what_cpp_wrapper_cannot_wrap_is_compiled_without_it() -> None:

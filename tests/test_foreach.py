@@ -1,12 +1,15 @@
 """Tests lists of tensors: exact selections, and few operations for an update of many leaves."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from purestep import optim, torch_private, tree
+from purestep.optim.elementwise import update_params_
 from purestep.step import apply_update
-from purestep.tree import foreach_where
+from purestep.tree import foreach, foreach_where
 from support.devices import Waits, get_device as lazy
 from support.strategies import assert_same
 from tests.memory import CountOperations
@@ -53,6 +56,33 @@ def test_a_selection_is_exact_to_the_bit(dtype: torch.dtype, condition: bool) ->
     foreach_where.select_by_bits(old, new, flag)
     assert [list_bits(leaf) for leaf in old] == expected
     assert [list_bits(leaf) for leaf in new] == new_bits
+
+
+@pytest.mark.parametrize("condition", [True, False])
+def test_a_selection_of_new_values_of_several_dtypes(condition: bool) -> None:
+    old = [torch.zeros(2), torch.zeros(2)]
+    new = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
+    foreach_where.select_by_bits(old, new, torch.tensor(condition))
+    assert_same(old, [torch.full((2,), float(condition))] * 2)
+
+
+def test_a_skipped_update_of_half_precision_keeps_params() -> None:
+    """Where moments have the dtype of params, a formula casts nothing before it writes."""
+
+    def decay(grads: list[Tensor], params: list[Tensor], mu: list[Tensor]) -> Any:
+        params = foreach.cast(params, mu)
+        foreach.mul_(params, 0.5)
+        return params, mu
+
+    params = [torch.ones(2, dtype=torch.bfloat16)]
+    mu = [torch.zeros(2, dtype=torch.bfloat16)]
+    columns = [[torch.ones(2)], params, mu]
+    update_params_(decay, columns, torch.tensor(False))
+    assert_same(params, [torch.ones(2, dtype=torch.bfloat16)])
+
+
+def test_a_selection_of_nothing() -> None:
+    foreach_where.write_where([], [], torch.tensor(True))
 
 
 @pytest.mark.parametrize("condition", [True, False])

@@ -161,6 +161,7 @@ def test_a_cause_that_was_not_raised_is_passed_over() -> None:
     described = describe_cause(caught.value)
     assert described.startswith("ValueError: after (test_kit.py:")
     assert "before" not in described
+    assert described.count("after") == 1
 
 
 def assert_runs_differ(case: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from purestep import tree
 from purestep.counts import with_weights
 from purestep.grads.accumulate import accumulate_group
 from purestep.grads.backends import make_backends
@@ -187,12 +188,13 @@ def test_a_gradient_that_is_in_an_object_of_the_data(make: Callable[..., Any]) -
     apply: Any = Dot.apply
     rows = [torch.ones(2), torch.ones(2)]
     group = [make(x) for x in rows]
-    sums = ps.accumulate(
-        lambda w, m: apply(w, *tensors_in(m)),
-        torch.ones(2),
-        group,
-        weight_fn=lambda m: torch.ones(1),
-    )
+
+    def loss_fn(w: Tensor, m: Any) -> Any:
+        return apply(w, *tensors_in(m))
+
+    w = torch.ones(2)
+    weights = torch.ones(1)
+    sums = ps.accumulate(loss_fn, w, group, weight_fn=lambda m: weights)
     assert sums.grads.tolist() == [2, 2]
     assert_same(rows, [torch.ones(2)] * 2)
 
@@ -291,6 +293,55 @@ def test_it_differentiates_a_function_of_the_list_of_leaves(compile: Any) -> Non
     by_run = take_step(grad_and_value=with_run(run), compile=compile)
     assert_same(by_run, take_step())
     assert (list, [(), (1,)]) in seen
+
+
+def compile_into_buffers(function: Any, **settings: Any) -> Any:
+    """Compiles a function to one that returns its results in the same memory at each call."""
+    compiled = AOT_EAGER(function, **settings)
+    buffers: dict[Any, list[Tensor]] = {}
+
+    def run(*args: Any) -> Any:
+        sums, result = compiled(*args)
+        new, spec = tree.flatten(result._replace(depends_on_params=()))
+        num_args = len(tree.leaves(args))
+        if num_args not in buffers:
+            buffers[num_args] = tree.map(torch.clone, new)
+        old = buffers[num_args]
+        for buffer, x in zip(old, new, strict=True):
+            buffer.copy_(x)
+        reused = tree.unflatten(spec, old)
+        depends = result.depends_on_params
+        return sums, reused._replace(depends_on_params=depends)
+
+    return run
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+def test_a_compiler_that_reuses_the_memory_of_results(weighs: bool) -> None:
+    """As CUDA graphs do: losses, weights and aux are copied."""
+
+    def loss_fn(w: Tensor, m: Batch) -> ps.LossOutput:
+        x = m["x"]
+        weights = None
+        if weighs:
+            weights = x > 1
+        return ps.LossOutput(w * x, aux=x.sum(), weights=weights)
+
+    weight_fn: Any = weigh_by_one
+    if weighs:
+        weight_fn = None
+    sgd = ps.optim.sgd(1.0)
+    settings: Any = {
+        "loss_fn": loss_fn,
+        "optimizer": sgd,
+        "weight_fn": weight_fn,
+        "normalize": "grads",
+    }
+    w = torch.ones(1)
+    state = sgd.init(w)
+    plain = ps.make_update_step(**settings)(w, state, GROUP)
+    compiled = ps.make_update_step(**settings, compile=compile_into_buffers)
+    assert_same(compiled(w, state, GROUP), plain)
 
 
 def test_what_it_returns_is_what_is_added() -> None:

@@ -191,6 +191,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "start=2.5 is no position",
     ),
     (
+        lambda: ps.group([], 1, start=None),  # type: ignore[arg-type]
+        "start=None is no position",
+    ),
+    (
         lambda: ps.split(SIX, 4),
         r"batch of 6 .* k=4 .*divisible by 1, 2, 3, 6",
     ),

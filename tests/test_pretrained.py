@@ -297,6 +297,7 @@ def test_an_index_says_where_a_name_is(tmp_path: Path) -> None:
     [
         ([torch.ones(1)], "like must be a dict of params by name, got list"),
         ({"a": {"b": torch.ones(1)}}, r"like\['a'\] is dict, no tensor"),
+        ({0: torch.ones(1)}, "like has the key 0: names in files are texts"),
     ],
 )
 def test_names_lead_to_tensors(tmp_path: Path, like: Any, message: str) -> None:
@@ -437,6 +438,15 @@ def test_values_that_would_be_lost() -> None:
     assert not drawn["layer.weight"].any()
     with pytest.raises(ValueError, match=r"around layer\.weight writes to it"):
         ps.reset_parameters(module, like=params, units=nn.Linear)
+
+    def fill(part: Any) -> None:
+        if part.__class__ is WritesInside:
+            part.layer.weight.data.fill_(7)
+        else:
+            part.reset_parameters()
+
+    with pytest.raises(ValueError, match=r"around layer\.weight writes to it"):
+        ps.reset_parameters(module, like=params, units=nn.Linear, reset=fill)
     like = {"layer.bias": params["layer.bias"]}
     assert len(ps.reset_parameters(module, like=like, units=nn.Linear)) == 1
     norm = nn.BatchNorm1d(2)

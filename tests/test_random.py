@@ -10,6 +10,7 @@ from random import Random
 from statistics import NormalDist
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -166,6 +167,8 @@ def test_keys_of_keys() -> None:
     assert folded.shape == ()
     assert split_words(int(folded)) == derive_words((5, 7, 0), seed)
     assert split_words(int(split[2])) == derive_words((2, 0, 1), seed)
+    for dtype in (numpy.int8, numpy.int32, numpy.uint64):
+        assert_same(random.fold_in(key, dtype(5)), random.fold_in(key, 5))
     for value in (number, -1):
         by_int = random.fold_in(key, value)
         by_tensor = random.fold_in(key, torch.tensor(value))

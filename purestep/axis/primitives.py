@@ -139,9 +139,9 @@ def apply_function(
 ) -> Tensor:
     """Runs the collective ``op`` on one tensor, with its derivatives and its batching rule.
 
-    ``op`` is a key of ``COLLECTIVES``. Its ranks are those of ``process_group``. If that is None,
-    they are the dimension along which a ``torch.vmap`` batches ``rank_index``. Without either, it
-    raises ``RuntimeError``.
+    ``op`` is a key of ``COLLECTIVES``, other than "invariant" if there is a ``process_group``. Its
+    ranks are those of ``process_group``. If that is None, they are the dimension along which a
+    ``torch.vmap`` batches ``rank_index``. Without either, it raises ``RuntimeError``.
     """
     apply: Callable[..., Tensor] = _CollectiveFunction.apply
     return apply(x, rank_index, op, process_group)

@@ -52,8 +52,8 @@ class VmapAxis:
         ``in_dims`` and ``out_dims`` are as in ``torch.vmap``, for trees. An integer is the
         dimension of the leaves that runs over ranks. None means that every rank has the same. An
         output of ``out_dims=None`` must come from ``psum``, ``all_gather``, shared inputs or
-        constants. Others raise ``ValueError``, even if their values agree. So does a tree of dims
-        that is no prefix.
+        constant tensors. Others raise ``ValueError``, even if their values agree. So does a tree of
+        dims that is no prefix.
 
         ``randomness`` is that of ``torch.vmap`` as well, for functions that draw from the global
         generator.

@@ -194,13 +194,15 @@ def _damage_error(path: Path) -> ValueError:
 
 
 def _check_like(like: object) -> None:
-    """Raises ``TypeError`` unless ``like`` maps names to tensors or ``Shard``s."""
+    """Raises ``TypeError`` unless ``like`` maps texts to tensors or ``Shard``s."""
     if not isinstance(like, Mapping):
         raise TypeError(
             f"like must be a dict of params by name, got {type(like).__name__}: pass the params "
             "of ps.from_module, or ps.shard(params, axis)"
         )
     for name, leaf in like.items():
+        if not isinstance(name, str):
+            raise TypeError(f"like has the key {name!r}: names in files are texts")
         if not isinstance(leaf, Tensor | Shard):
             raise TypeError(
                 f"like[{name!r}] is {type(leaf).__name__}, no tensor: the names in files are "

@@ -57,9 +57,9 @@ def save(path: File, tree: Tree) -> None:
     rank, that rank raises its error, and the others ``OSError`` or ``RankError``.
 
     ``TypeError`` and ``ValueError`` name what ``state_dict`` refuses, and ``OSError`` what cannot
-    be written. A ``path`` that is none raises ``TypeError``. A ``Shard`` raises ``ValueError``
-    without a process group, else ``TypeError`` if it is over any other axis. Paths or trees that
-    differ between ranks raise ``ValueError``.
+    be written. A ``path`` that is neither a ``str`` nor an ``os.PathLike`` raises ``TypeError``. A
+    ``Shard`` raises ``ValueError`` without a process group, else ``TypeError`` if it is over any
+    other axis. Paths or trees that differ between ranks raise ``ValueError``.
 
     >>> save("nowhere/state", {"w": torch.ones(2)})
     Traceback (most recent call last):
@@ -95,11 +95,11 @@ def agree_on_leaves(path: File, tree: Tree, group: Group) -> NamedLeaves:
 def load(path: File, like: Tree) -> Tree:
     """Loads a tree into the containers, devices and memory order of ``like``.
 
-    Its tensors are new. Names, shapes and dtypes must equal those of ``like``: else ``ValueError``
-    lists the first differences. A file or folder that was cut short or changed also raises
-    ``ValueError``, and so does a folder of ``save_step``: load its ``latest_checkpoint``. A missing
-    file raises ``FileNotFoundError``. Loading a file runs no code. A folder holds a pickle, so load
-    no folder that you do not trust.
+    Its tensors are new. ``like`` must be a tree that ``state_dict`` takes. Names, shapes and dtypes
+    must equal those of ``like``: else ``ValueError`` lists the first differences. A file or folder
+    that was cut short or changed also raises ``ValueError``, and so does a folder of ``save_step``:
+    load its ``latest_checkpoint``. A missing file raises ``FileNotFoundError``. Loading a file runs
+    no code. A folder holds a pickle, so load no folder that you do not trust.
 
     Any number of ranks can load a checkpoint, whatever number saved it. Where ``like`` has a
     ``Shard``, each rank loads its shard. Where ``like`` has a tensor, each rank loads all of it. If
@@ -145,8 +145,9 @@ def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> Non
     after the other. The first process collects them in host memory, and writes the file. If one
     process fails, all raise. Without ``Shard``, call it on one rank.
 
-    An older file is replaced. A value that is no tensor, or the name "__metadata__", raises
-    ``TypeError``, and what cannot be written ``OSError``.
+    An older file is replaced. A value that is neither a ``Shard`` nor a plain dense tensor with
+    values raises ``TypeError``, and so does the name "__metadata__". A ``Shard`` without a process
+    group raises ``ValueError``. A file or dtype that cannot be written raises ``OSError``.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

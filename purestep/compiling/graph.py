@@ -24,7 +24,7 @@ from purestep.stacked import Stacked
 from purestep.torch_private import forward_level, has_transforms
 
 Compiler: TypeAlias = Callable[..., Callable[..., Any]]
-"""``torch.compile`` or what is called like it: ``partial(torch.compile, mode="max-autotune")``."""
+"""``torch.compile`` or what is called like it: ``partial(torch.compile, dynamic=False)``."""
 
 _NAMES = "(torch|optree|einops|purestep)"
 LIBRARIES = re.compile(

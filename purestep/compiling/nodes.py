@@ -1,5 +1,6 @@
 """Reads and inserts nodes of a graph between the compiler's operators and its kernels."""
 
+import operator
 from typing import Any
 
 import torch
@@ -26,10 +27,18 @@ def is_on_cpu(node: Node) -> bool:
 
 
 def skip_views(node: Node) -> Node:
-    """Returns the node whose memory a view reads; a node that is no view as it is."""
-    while is_view(node):
+    """Returns the node whose memory a view reads; a node that is no view as it is.
+
+    A piece of several views, as of ``split``, is a view, too.
+    """
+    while is_view(node) or _is_piece(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def _is_piece(node: Node) -> bool:
+    """Returns whether a node is one of several views, such as ``split(x, 2)[0]``."""
+    return node.target is operator.getitem and is_view(node.all_input_nodes[0])
 
 
 def value_of(node: Any) -> Tensor:

@@ -164,9 +164,10 @@ def isolate_writes(graph: Graph) -> None:
 def store_compared(graph: Graph) -> None:
     """Stores both sides of each comparison of floating-point tensors on the CPU, in place.
 
-    A side that is in memory already stays, and so does a value that is compared with itself.
-    Otherwise inductor may compute a side in two loops, by vectors in one of them, which rounds
-    differently. The gradient of ``sin(x).amax(1)`` is where ``sin(x) == amax``: nowhere, then.
+    An input, a product, or a result of an operator that is not torch's stays: it is in memory. So
+    does a value that is compared with itself. Otherwise inductor may compute a side in two loops,
+    by vectors in one of them, which rounds differently. The gradient of ``sin(x).amax(1)`` is where
+    ``sin(x) == amax``: nowhere, then.
     """
     for comparison in list(graph.nodes):
         if comparison.target not in COMPARISONS:
@@ -184,7 +185,8 @@ def _is_computed_float(node: Node) -> bool:
     """Returns whether inductor may compute a node in each loop: a floating-point value on the CPU.
 
     Returns False for inputs, products, and results of operators that are not torch's: inductor
-    reads these from memory.
+    reads these from memory. Results of torch's other kernels, as of a convolution, count as
+    computed.
     """
     is_called = getattr(node.target, "namespace", "aten") not in ("aten", "prims")
     if node.op != "call_function" or node.target in PRODUCTS or is_called:

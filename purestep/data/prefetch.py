@@ -30,10 +30,10 @@ def prefetch(
 
     From your first ``next`` on, the thread takes groups from their source, and computes the weights
     of their tokens on the host. For CUDA, it pins microbatches and weights. It copies one
-    microbatch while the step uses another. Tensors that are on the device are not copied: a source
-    that overwrites them must clone them. The step sums the weights on the host, without waiting for
-    the device. Leaves that are not tensors stay as they are. Mappings that optree takes for leaves,
-    as a tokenizer's ``BatchEncoding``, become dicts.
+    microbatch while the step uses another. Tensors that are on the device, or pinned, are taken
+    as they are: a source that overwrites them must clone them. The step sums the weights on the
+    host, without waiting for the device. Leaves that are not tensors stay as they are. Mappings
+    that optree takes for leaves, as a tokenizer's ``BatchEncoding``, become dicts.
 
     An error of the source, of ``weight_fn`` or of pinning is raised where you ask for that group.
     So is the ``TypeError`` for a group that is no sequence. An error of copying is raised where you
@@ -217,8 +217,8 @@ class _Prefetcher:
         """Pins and weighs a group, and queues it, then a copy of each of its microbatches.
 
         Waits for room in the queue and for slots. Stops once the stream is closed or the group is
-        abandoned. Raises ``TypeError`` if the group is not a sequence, and as ``compute_weights``
-        does.
+        abandoned. Raises ``TypeError`` if the group is a NamedTuple or no sequence, and as
+        ``compute_weights`` does.
         """
         is_record = hasattr(microbatches, "_fields")
         if not isinstance(microbatches, Sequence) or is_record:
@@ -266,7 +266,7 @@ class _Prefetcher:
                 self.changed.notify_all()
 
     def _pin(self, microbatch: Microbatch) -> Microbatch:
-        """Returns a microbatch whose host tensors are pinned, so that copies need not wait.
+        """Returns a microbatch whose tensor leaves on the host are pinned, so copies need not wait.
 
         Unless the device is CUDA, it returns the microbatch itself.
         """
@@ -287,9 +287,9 @@ class _Prefetcher:
             return self.copy_to_device(microbatch), self.stream.record_event()
 
     def copy_to_device(self, microbatch: Microbatch) -> Microbatch:
-        """Returns a microbatch, or a list of them, with all tensors on the device.
+        """Returns a microbatch, or a list of them, with all leaves that are tensors on the device.
 
-        Tensors that are there are not copied.
+        Leaves that are there are not copied. Other leaves stay as they are.
         """
         return _map_tensors(lambda leaf: tree.to_device(leaf, self.device), microbatch)
 

@@ -69,7 +69,8 @@ def accumulate(
 
     Raises ``ValueError`` if there are tokens, but no loss depends on params; in a compiler's trace,
     also without tokens. It also does so if the sequence yields more or fewer microbatches than its
-    length. A loss that writes to params raises it outside of transforms and traces.
+    length. Outside of transforms and traces, a loss that writes to params raises it, or torch's
+    ``RuntimeError``. A write through ``.data`` is not seen.
 
     Raises ``TypeError`` if ``total`` is a number, or if a param is an ``nn.Parameter`` that
     requires grad. Outside of transforms and traces, any leaf of autograd that requires grad raises
@@ -139,8 +140,9 @@ def accumulate_group(
     Params are the tree of ``spec`` with these leaves. ``divisors`` are the ``denominators`` of the
     counts of all ranks; None: plain sums. In the last backward pass, a backend may replace each
     leaf's sum by what ``on_grad_ready`` returns for it. With ``needs_checks``, in plain eager mode,
-    ``ValueError`` is raised for a loss that writes to params or recomputes with other parameters.
-    Likely mistakes then get hints. In a compiler's trace, a group that ``is_scanned`` goes to
+    ``ValueError`` is raised for a loss that recomputes with other parameters. A loss that writes to
+    params raises it, or torch's ``RuntimeError``. A write through ``.data`` is not seen. Likely
+    mistakes then get hints. In a compiler's trace, a group that ``is_scanned`` goes to
     ``scan_group``, which ignores ``on_grad_ready`` and ``needs_checks``.
 
     Raises ``ValueError`` if there are tokens, but no loss depends on params; in a trace, also

@@ -34,7 +34,8 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
     With ``needs_checks``, the first microbatch of a group also runs the loss eagerly. A loss with a
     checkpoint, say, has no single graph. Then the loss alone is compiled, autograd has a second
     graph for the backward pass, and ``inplace_backward`` adds the gradients. If there is no graph
-    of the loss either, a warning says why, and the loss runs eagerly. ``on_grad_ready`` is called
+    of the loss either, a warning says why, and the loss runs eagerly. Of another compiler than
+    True, results are copied, but for the sums. ``on_grad_ready`` is called
     for every leaf by the single graph's backend, also where no gradient arrives.
     """
 
@@ -100,9 +101,11 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
             totals = [on_grad_ready(index, total) for index, total in enumerate(totals)]
         accumulator.values[:] = totals
         weights: Any = inputs.weights if result.weights is None else result.weights
-        return MicrobatchResult(
-            result.loss, weights, result.aux, result.depends_on_params
-        )
+        outputs = (result.loss, weights, result.aux)
+        # Other compilers than inductor may write to their results in the next call.
+        if compile_ is not True:
+            outputs = tree.map(torch.clone, outputs)
+        return MicrobatchResult(*outputs, result.depends_on_params)
 
     otherwise = backward_of_compiled_loss(loss_fn, compile_)
     return graph.with_fallback(grad_fn, otherwise, warns=False)

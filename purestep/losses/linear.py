@@ -66,8 +66,9 @@ def linear_cross_entropy(
         label_smoothing: how much of the target is spread evenly over all classes.
         z_loss: keeps log Σ exp x near 0.
         soft_cap: c, where logits are c · tanh(x / c), as in Gemma 2.
-        chunk_size: how many classes' logits are alive at once. None: as many as fill 16 MiB on a
-            host and 256 MiB on a device, but at least 256 classes. It changes sums by rounding.
+        chunk_size: how many classes' logits are alive at once. None: as many as fill 16 MiB in
+            float32 on a host and 256 MiB on a device, but at least 256 classes. It changes sums by
+            rounding.
 
     >>> hidden, weight = torch.zeros(1, 2, 8), torch.ones(4, 8)
     >>> linear_cross_entropy(hidden, weight, torch.tensor([[3, -100]]))
@@ -136,8 +137,8 @@ def linear_kl_divergence(
     """Returns ``kl_divergence(hidden @ weight.T, teacher_hidden @ teacher_weight.T)``, in chunks.
 
     That is one value for each token, of shape ``hidden.shape[:-1]``. Teacher tensors get gradients,
-    too. Only under transforms and compilers, and with ``create_graph=True``, are the full logits of
-    student and teacher in memory. Raises ``ValueError`` for shapes and dtypes that do not fit
+    too. Under transforms and compilers, and with ``create_graph=True``, the full logits of student
+    and teacher may be in memory. Raises ``ValueError`` for shapes and dtypes that do not fit
     together, and for ``temperature`` or ``chunk_size`` out of range. Logits must be finite.
 
     Args:

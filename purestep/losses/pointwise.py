@@ -13,8 +13,9 @@ def mse(predictions: Tensor, targets: Tensor, *, batch_dims: int = 1) -> Tensor:
         ℓᵢ = meanⱼ (xᵢⱼ − yᵢⱼ)²
 
     At a weight of 1 for each unit, a step's loss is torch's ``MSELoss`` over all rows, for any cut
-    into microbatches. Raises ``ValueError`` unless shapes are equal, and unless ``batch_dims`` is
-    from 0 to their number of dimensions.
+    into microbatches. With ``batch_dims=0``, a microbatch is one unit, so the cut matters. Raises
+    ``ValueError`` unless shapes are equal, and unless ``batch_dims`` is from 0 to their number of
+    dimensions.
 
     Args:
         predictions: x.

@@ -38,8 +38,8 @@ def compute_attention(
 
     With ``dropout_p=0``, torch's kernels run, and ``dropout`` is not called. Otherwise, it gets the
     weights, in float32 or wider, and ``dropout_p``. Then ``attn_mask`` beside ``is_causal`` raises
-    ``ValueError``. The result has the dtype of ``query``. As in torch, a query that may attend to
-    nothing gets zeros.
+    ``ValueError``, and the result has the dtype of ``query``, also under autocast. As in torch, a
+    query that may attend to nothing gets zeros.
 
     The other arguments are torch's, in torch's order, since modules pass some by position.
 

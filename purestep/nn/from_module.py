@@ -57,8 +57,9 @@ def from_module(
     """Splits a module into the params that train and ``apply``, a pure function of them.
 
     Args:
-        module: never changed. ``apply`` sees values that you later write in place to tensors that
-            do not train, but no later change of mode, hooks or attributes.
+        module: never changed, but for a set or ``Counter`` that a call fills. ``apply`` sees values
+            that you later write in place to tensors that do not train, but no later change of mode,
+            hooks or attributes.
         trainable: the parameters to train: a pattern of names (``"*.bias"``), or a function of name
             and parameter. None: those that require grad, as LoRA needs. A tied one matches by any
             name. At least one must be chosen.
@@ -82,10 +83,12 @@ def from_module(
     **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, with the
     buffers after the call. A module needs this if a part in training mode writes to its buffers, as
     BatchNorm does. Then ``apply.eval`` and ``to_module`` need ``buffers`` too. Start with
-    ``dict(module.named_buffers())``.
+    ``dict(module.named_buffers())``. Each call refuses a BatchNorm without running
+    statistics.
 
     **Checks.** The first call checks the module. So do the first calls with other ``buffers``, with
-    ``key``, with other keywords or flags, and under ``no_grad``. A call is refused, by
+    ``key``, with other keywords, flags or texts, and under ``no_grad``: 16 kinds of calls at most.
+    Later kinds go unchecked. A checked call is refused, by
     ``ValueError``, if it writes to a tensor of the module or of params, or assigns to a persistent
     buffer. It is also refused if it computes with a parameter of the module instead of params.
     There is no check under a compiler: call ``apply`` once without it. Each call copies the objects
@@ -197,7 +200,7 @@ def to_module(
     # With duplicates: a tied parameter may go by any of its names.
     parameters = dict(module.named_parameters(remove_duplicate=False))
     module_buffers = dict(module.named_buffers(remove_duplicate=False))
-    buffers = buffers or {}
+    buffers = {} if buffers is None else buffers
     required = validation.find_written_buffers(module)
     validation.check_names("params", params, parameters, (), _TO_MODULE_HINT)
     validation.check_names(
@@ -350,9 +353,9 @@ class Apply:
             self._names,
             "pass those of from_module, no others",
         )
-        buffer_values = self._clone_buffers(buffers or {})
+        buffer_values = self._clone_buffers({} if buffers is None else buffers)
         is_traced = torch.compiler.is_dynamo_compiling()
-        frozen = frozen or {}
+        frozen = {} if frozen is None else frozen
         validation.check_names(
             "frozen", frozen, self.frozen, self._unloaded, _FROZEN_HINT
         )

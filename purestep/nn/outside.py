@@ -44,12 +44,12 @@ _LOCK = threading.Lock()
 def find_mappings(module: Module) -> list[Any]:
     """Returns dicts and sets outside of a module that its parts reach, each once.
 
-    The forward hooks may fill theirs later: all are returned that they reach. Of the
-    others, a dict or set is returned if a part is a key of it now.
+    Forward hooks may fill theirs later: all are returned that they reach. Of those that attributes
+    and methods reach, a dict or set is returned if a part is a key of it now.
 
     The way to a dict or set has at most ``_DEPTH`` objects, both included. It does not go through
-    an ``nn.Module``, a dict or a set, and through a module of Python only to attributes that a
-    function names.
+    an ``nn.Module``, a class, a container or slots. Through a module of Python it goes
+    only to attributes that a function names.
 
     >>> import torch
     >>> layer, features = torch.nn.Linear(1, 1), {}

@@ -365,7 +365,7 @@ def _find_holders(
 
 
 def _leads_to(holder: Any, function: FunctionType) -> bool:
-    """Returns whether a module, a closure or a compiled function holds a function."""
+    """Returns whether a function's holder is a module, a closure's cell or a compiled function."""
     is_attribute = isinstance(holder, Module | CellType)
     return is_attribute or original_function(holder) is function
 

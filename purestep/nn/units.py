@@ -85,8 +85,10 @@ def find_units(
 
     A param that two parts share belongs to the innermost unit around both, if there is one. A unit
     that lies in two units, or in one and outside of it, leaves its params to the innermost unit
-    around both places. The params of no unit are the root's, as are those that a partial or closure
-    holds by itself. ``tensors`` are those of the recipe, in its order.
+    around both places. The params of no unit are the root's. So are those that a tuple, set,
+    partial, closure or weak reference holds by itself, as in ``nn.LSTM``. So are those in a dict
+    whose keys are modules, params or ids of these. ``tensors`` are those of the recipe, in its
+    order.
 
     Raises ``ValueError`` if ``units`` chooses no part, or one that is not called itself, as a
     ``ModuleList``. The module as a whole cannot be chosen. None gives an empty list. Raises

@@ -245,9 +245,10 @@ def update_by_copy(
 
     Returns the params, or a Transform's updates, and the state. The updates are not copied over the
     gradients. Where ``applied`` is False, ``update`` gets gradients of zero, and state and params
-    keep their values; None means True. If autograd or a transform follows the values, nothing is
-    written, and the results are new tensors. Raises ValueError if ``update`` changes containers,
-    shapes or dtypes of what is copied.
+    keep their values; None means True. If autograd follows the values, nothing is written,
+    and leaves that change are new tensors. For values that a transform follows, torch raises
+    NotImplementedError. Raises ValueError if ``update`` changes containers, shapes or dtypes of
+    what is copied.
     """
     if applied is not None:
         grads = mask_grads(grads, applied)

@@ -323,8 +323,9 @@ def update_params_(formula: Formula, columns: Columns, applied: Tensor | None) -
     for grads, *old in split_by_size(columns):
         writable = old
         if applied is not None:
-            # A formula casts params in half precision before it writes.
-            first = 0 if old[0][0].dtype in WIDE_DTYPES else 1
+            # A formula casts params to a wider dtype of its slots before it writes.
+            is_wide = [column[0].dtype in WIDE_DTYPES for column in old]
+            first = 0 if is_wide[0] or not all(is_wide[1:]) else 1
             writable = [*old[:first], *clone_columns(old[first:])]
         copy_where(old, formula(grads, *writable), applied)
 

@@ -159,8 +159,8 @@ def adamw(
     too. Under transforms, plain arithmetic gives the same bits on the host, in vectors of sixteen
     elements. The last elements of a leaf, beyond these vectors, may differ by a rounding. On CUDA,
     the kernel rounds a rate that is a tensor, such as a schedule's, to float32; plain arithmetic
-    does not. With a ``weight_decay`` that is a tensor on a device, or with a hyperparameter that
-    requires grad, no leaf uses the kernel.
+    does not. No leaf uses the kernel with a ``weight_decay`` that is a tensor on a device, or if it
+    or the rate requires grad.
 
     Adam is ``adamw(learning_rate, weight_decay=0.0)``. Raises ``ValueError`` for negative numbers,
     and unless ``b1`` and ``b2`` are below 1.
@@ -259,7 +259,8 @@ def lion(
         θ ← θ − lr · (sign(b₁ μ + (1 − b₁) g) + weight_decay · θ)
         μ ← b₂ μ + (1 − b₂) g
 
-    It needs a smaller learning rate than Adam. Raises ``ValueError`` for negative numbers.
+    It needs a smaller learning rate than Adam. Where g is not finite, θ becomes NaN. Raises
+    ``ValueError`` for negative numbers.
 
     Args:
         learning_rate: a number, a scalar tensor or a schedule; others raise ``TypeError``.

@@ -247,8 +247,8 @@ def partition_by_mask(
     """Makes a ``partition`` by a mask: params at True get ``selected``, and all others ``others``.
 
     Their labels are "decay" and "rest". ``init`` and ``update`` raise ValueError unless the mask is
-    a tree of bools, and a prefix of the params. Names in place of bools raise here, or if a
-    function returns them, in ``init`` and ``update``.
+    a tree of bools, and a prefix of the params. A name, or a list, tuple or set of names,
+    raises it here, or if a function returns it, in ``init`` and ``update``.
     """
     if not callable(mask):
         _check_no_names(mask)

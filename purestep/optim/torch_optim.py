@@ -321,8 +321,8 @@ def step_in_place(
     """Takes one step, which writes to leaves and states, and sets ``grad`` of leaves.
 
     ``leaves`` are the params of ``optimizer``, and ``states`` torch's state of each: a dict of
-    tensors and None. Gradients are cast to the leaves' dtypes. At the first step the old states are
-    not read: torch makes them.
+    tensors and None. Gradients are cast to the leaves' dtypes, and torch may write to those that
+    need no cast. At the first step the old states are not read: torch makes them.
     """
     for leaf, grad, state in zip(leaves, grads, states, strict=True):
         leaf.grad = grad.to(leaf.dtype)

@@ -354,7 +354,8 @@ def all_gather_in_buckets(
 ) -> list[Tensor]:
     """Gathers the full tensor of each shard over the axis of its spec, in few collectives.
 
-    Returns the full tensors in order. Autograd does not record it.
+    Returns the full tensors in order. Call it where autograd records nothing: the collectives have
+    no derivative here.
     """
     return _run_in_buckets(_ShardBuckets, shards, shard_specs)
 
@@ -364,8 +365,8 @@ def reduce_scatter_in_buckets(
 ) -> list[Tensor]:
     """Sums full tensors, each over the axis of its spec, and returns this rank's shards.
 
-    It takes few collectives, which autograd does not record. No two shards share memory: a step
-    adds to them in place.
+    It takes few collectives, which have no derivative here: call it where autograd records
+    nothing. No two shards share memory: a step adds to them in place.
     """
     shards = _run_in_buckets(_FullBuckets, full_grads, shard_specs)
     return [shard.clone() for shard in shards]

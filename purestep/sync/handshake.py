@@ -270,7 +270,7 @@ def _portable(text: str) -> str:
     """Removes from a text what differs between processes that hold the same tree.
 
     That is addresses, indices of devices, and the name of the main module. Members of printed sets
-    are sorted.
+    are sorted, unless one of them has a colon or a brace.
     """
     # Addresses, indices of devices, the name of the main module.
     text = re.sub(r" at 0x[0-9A-Fa-f]+|, index=\d+|\b__(mp_)?main__\.", "", text)

@@ -183,9 +183,9 @@ class SPMDSession:
         """Returns the sums of all ranks' results, under any transform.
 
         Loss, counts, aux and gradients of plain leaves are summed by ``psum``. With
-        ``gather="step"``, the full gradient of a leaf that is sharded over the axis becomes this
-        rank's shard of the sum. Any other gradient of a sharded leaf is a shard already. Either is
-        summed over the other ranks of the axis, if there are any.
+        ``gather="step"``, the full gradient of a leaf that is sharded over the axis or a subaxis
+        becomes this rank's shard of the sum. Any other gradient of a sharded leaf is a shard
+        already. Either is summed over the other ranks of the axis, if there are any.
 
         Raises ``ValueError`` if N overflows, where the host can read it.
         """
@@ -204,9 +204,9 @@ class SPMDSession:
     ) -> list[Tensor]:
         """Sums each gradient over the ranks; of a sharded leaf, it returns this rank's shard.
 
-        If ``gather`` is "step", full gradients of leaves sharded over the axis are scattered. Then
-        each leaf is summed over the ranks over which it is still to be summed. The list ``grads``
-        is changed in place, and returned.
+        If ``gather`` is "step", full gradients of leaves sharded over the axis or a subaxis are
+        scattered. Then each leaf is summed over the ranks over which it is still to be summed. The
+        list ``grads`` is changed in place, and returned.
         """
         if self.gather == "step":
             for index, shard_spec in shards_over(shard_specs, self.axis).items():

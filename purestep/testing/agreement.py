@@ -40,8 +40,9 @@ def agree(trainer: Trainer, case: Case) -> bool:
     is repeated from starts that ``nudge_start`` moves by the relative bound of rounding. What
     nudges change counts as rounding, too. For such a trainer, ``case.first`` must not be None.
 
-    Raises ``DisagreementError`` if params, averages or reports of any rank differ by more. Raises
-    ``RefusalError`` where ``outcome`` does, such as if the trainer raises.
+    Raises ``DisagreementError`` if params, averages or the reports in ``case.reports`` differ by
+    more, on any rank. Raises ``RefusalError`` where ``outcome`` does, such as if the trainer
+    raises.
     """
     reference = case.first or case.second
     # The first run has no more in it than has to be computed.
@@ -86,9 +87,9 @@ def agree_on_reports(trainer: Trainer, case: Case) -> bool:
     the params before the last update. The evaluation is the loss at the averages, or else the
     params, after it. The run has a single rank. A report that is None passes.
 
-    Raises ``DisagreementError`` if a report differs by more than rounding. Raises ``UnaskedError``
-    if it reports nothing about an update with tokens. Raises ``RefusalError`` where ``outcome``
-    does, such as if the trainer raises.
+    Raises ``DisagreementError`` if a report in ``case.reports`` differs by more than rounding.
+    Raises ``UnaskedError`` if the trainer reports nothing about an update with tokens. Raises
+    ``RefusalError`` where ``outcome`` does, such as if the trainer raises.
     """
     problem = case.problem
     run = case.second
@@ -131,7 +132,7 @@ def _report_update(problem: Problem, group: Group) -> Observation:
 
 
 def _is_same_report(seen: Observation, expected: Observation, name: str) -> bool:
-    """Returns whether a report has the same bits in both, or is missing in one."""
+    """Returns whether a report is the same number in both, or NaN in both, or missing in one."""
     actual = getattr(seen, name)
     value = getattr(expected, name)
     if actual is None or value is None:

@@ -235,14 +235,15 @@ def describe_cause(error: BaseException) -> str:
     """
     text = "".join(traceback.format_exception(error))
     # A cause that was made, but not raised, has no frame.
-    innermost = next(part for part in CHAINED.split(text) if FRAME.search(part))
+    parts = CHAINED.split(text)
+    innermost = next(part for part in parts if FRAME.search(part))
     frame = list(FRAME.finditer(innermost))[-1]
     path, line, function = frame.groups()
     words = innermost[frame.end() :].split()
     message = " ".join(words)[:400]
     file = Path(path).name
     cause = f"{message} ({file}:{line}, in {function})"
-    if innermost == text:
+    if innermost == parts[-1]:
         return cause
     outermost = f"{type(error).__name__}: {error}".split("\n")[0]
     return f"{cause}; then {outermost}"

@@ -170,9 +170,10 @@ def _check_equation(trainer: Any, case: Case) -> bool:
 def _check_purity(trainer: Any, case: Case) -> bool:
     """Returns True if the purity named by ``case.part`` holds, else raises ``DisagreementError``.
 
-    For "bits" the params of the two runs must end in the same bits. For the other parts only the
-    second run is done: on each rank it must leave "inputs", its microbatches, or "global state" as
-    they were. Raises ``RefusalError`` if the trainer raises.
+    For "bits" the params of the two runs must end in the same bits, and averages and reports must
+    agree up to rounding. For the other parts only the second run is done: on each rank it must
+    leave "inputs", its microbatches, or "global state" as they were. Raises ``RefusalError`` if the
+    trainer raises.
     """
     if case.part == "bits":
         if not agree(trainer, case):

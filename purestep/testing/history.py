@@ -120,7 +120,8 @@ def draw_joined_updates(
 def draw_padded_updates(draw: Draw, capabilities: Capabilities, size: int) -> History:
     """Draws up to five updates on ``size`` ranks, which the second run makes with padding added.
 
-    Where rounding in several updates has no bound, they are those of ``draw_joined_updates``.
+    Where rounding in several updates has no bound, they are those of the second run of
+    ``_draw_copies``, before padding.
     """
     if capabilities.is_bounded:
         updates = draw_updates(draw, capabilities, range(6), size)

@@ -85,7 +85,8 @@ class World:
 
         Each of ``args`` has a value for each rank. Function and arguments are pickled. Returns, in
         order of rank, what each call returns or raises, or a ``DeadRankError``. A ``RuntimeError``
-        stands for an exception that cannot be pickled, with its text. A rank that raises
+        stands for an exception that cannot be pickled, with its text, and for a result that cannot
+        be loaded. A rank that raises
         ends, as a program would. The next run then starts new processes for all ranks.
 
         Raises ``ValueError`` if ``args`` have another length than there are ranks. Raises
@@ -128,10 +129,15 @@ class World:
     def _receive(self, rank: int) -> Any:
         process = self._processes[rank]
         try:
-            has_raised, result = pickle.loads(self._connections[rank].recv_bytes())
+            message = self._connections[rank].recv_bytes()
         except (EOFError, ConnectionError):
             process.join(self.timeout)
             return DeadRankError(process.exitcode)
+        try:
+            has_raised, result = pickle.loads(message)
+        except Exception as error:
+            # Raised here, it would leave the answers of later ranks to the next run.
+            return RuntimeError(f"rank {rank}'s result cannot be loaded: {error!r}")
         if has_raised:
             process.join(self.timeout)
         return result
@@ -164,9 +170,10 @@ def _serve(
 ) -> None:
     """Joins the gloo group, and then runs each function that it receives, and sends the result.
 
-    If a function raises or cannot be loaded, it sends the exception, with its traceback as a note,
-    and ends the process. So it does if the result cannot be pickled. With ``strict``, warnings are
-    errors, but for two of torch's. In this process torch computes on one thread.
+    If a function raises an ``Exception`` or cannot be loaded, it sends the exception, with its
+    traceback as a note, and ends the process. So it does if the result cannot be pickled. With
+    ``strict``, warnings are errors, but for two of torch's. In this process torch computes on one
+    thread.
     """
     torch.set_num_threads(1)
     dist.init_process_group(

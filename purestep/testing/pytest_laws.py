@@ -45,7 +45,7 @@ class LawPlugin:
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         """Adds the trainer's ``TrainerCollector`` to the report of a ``pytest.Session``.
 
-        Returns reports of other collectors, and one without a result, as they are.
+        Returns reports of other collectors as they are.
         """
         report = yield
         if isinstance(collector, pytest.Session) and report.result is not None:

@@ -174,8 +174,8 @@ class ThreadAxis(ProcessAxis):
         """Returns this rank's result of the collective ``op``; waits for the other ranks' tensors.
 
         The result is new memory, and autograd does not see it. "pvary" instead waits for no rank,
-        and returns a view of ``x``. Raises ``RankError`` if the ranks cannot meet, and RuntimeError
-        outside of ``map``.
+        and returns a view of ``x``, also outside of ``map``. Other ops raise RuntimeError there,
+        and ``RankError`` if the ranks cannot meet.
         """
         if op == "pvary":  # It only marks x as different on each rank.
             return x.view_as(x)

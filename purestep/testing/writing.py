@@ -363,8 +363,9 @@ def _total(rows: Rows) -> int:
 def _add_weight(row: Row, capabilities: Capabilities, amount: int) -> None:
     """Adds ``amount`` to the weight of a row, in place, at its first token with weight.
 
-    If no token has weight, it takes the first one. If weights are at most 1, that token gets weight
-    1. Copies of it with weight 1 are added at the end of the row, for the rest of ``amount``.
+    If no token has weight, it takes the first one. If ``capabilities`` allow no weights but 0 and
+    1, that token gets weight 1. Copies of it with weight 1 are added at the end of the row, for the
+    rest of ``amount``.
     """
     counted = [i for i, weight in enumerate(row.weights) if weight]
     first = counted[0] if counted else 0
@@ -382,10 +383,12 @@ def _add_weight(row: Row, capabilities: Capabilities, amount: int) -> None:
 def _round_up_total(rows: Rows, capabilities: Capabilities) -> None:
     """Adds weights, in place, until their sum is a power of two.
 
-    All rows with weight get equally much, and the last ones 1 more where a remainder is left. At
-    least one row must have weight.
+    All rows with weight get equally much, and the last ones 1 more where a remainder is left.
+    Without weight, nothing is added.
     """
     counted = [row for row in rows if row.total]
+    if not counted:
+        return
     counted.reverse()
     total = _total(rows)
     per_row, remainder = divmod(next_power_of_two(total) - total, len(counted))

@@ -62,6 +62,8 @@ def split_by_kind(leaves: Sequence[Tensor]) -> list[Column]:
 def clone(leaves: Sequence[Tensor]) -> list[Tensor]:
     """Returns clones of the leaves, in their order.
 
+    In torch 2.11 they are made by ``multiply_by_one``, which may change complex numbers.
+
     >>> import torch
     >>> clone([torch.ones(1), torch.tensor(2)])
     [tensor([1.]), tensor(2)]

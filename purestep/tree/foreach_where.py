@@ -30,18 +30,29 @@ def select_by_bits(old: list[Tensor], new: list[Tensor], condition: Tensor) -> N
     """Writes ``new``, cast to the dtypes of ``old``, over ``old`` if the condition is True.
 
     ``new`` must not share memory with ``old``: both would become 0. It takes three foreach calls
-    for each dtype and device. The condition and casts take a few more.
+    for each pair of dtypes, on each device. The condition and casts take a few more.
     """
     for group in foreach.group_by_kind(old):
         old_column = [old[index] for index in group]
         new_column = [new[index] for index in group]
-        new_column = foreach.cast(new_column, old_column)
-        old_bits = [view_bits(leaf) for leaf in old_column]
-        new_bits = [view_bits(leaf) for leaf in new_column]
-        keeps_old = condition.logical_not().to(old_bits[0].dtype)
-        foreach.add_(old_bits, new_bits, alpha=-1)
-        foreach.mul_(old_bits, keeps_old)
-        foreach.add_(old_bits, new_bits)
+        # Leaves of one dtype may get new values of several, and a column has one.
+        for alike in foreach.group_by_kind(new_column):
+            _select_column(
+                [old_column[index] for index in alike],
+                [new_column[index] for index in alike],
+                condition,
+            )
+
+
+def _select_column(old: list[Tensor], new: list[Tensor], condition: Tensor) -> None:
+    """Does what ``select_by_bits`` does for columns of one dtype and device each."""
+    new = foreach.cast(new, old)
+    old_bits = [view_bits(leaf) for leaf in old]
+    new_bits = [view_bits(leaf) for leaf in new]
+    keeps_old = condition.logical_not().to(old_bits[0].dtype)
+    foreach.add_(old_bits, new_bits, alpha=-1)
+    foreach.mul_(old_bits, keeps_old)
+    foreach.add_(old_bits, new_bits)
 
 
 def view_bits(x: Tensor) -> Tensor:
@@ -85,6 +96,6 @@ def write_where(old: Any, new: Any, condition: Tensor) -> None:
     """
     if condition.is_cuda:
         torch.ops.purestep.foreach_where_(old, new, condition)
-    else:
+    elif old:
         selected = torch.ops.purestep.foreach_where(old, new, condition)
         foreach.copy_(old, selected)

@@ -87,8 +87,8 @@ def _clone_tensor(tensor: Tensor) -> Tensor:
 def map_tensors(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
     """Copies a leaf with the results of a function of its tensors in their place.
 
-    It copies dicts, ``UserDict``, lists, tuples and dataclasses. Other objects stay as they are, a
-    NamedTuple, too.
+    It copies dicts, ``UserDict``, lists, tuples and dataclasses. Other objects stay as they are,
+    also subclasses of list and tuple, such as a NamedTuple.
     """
     if isinstance(leaf, Tensor):
         return function(leaf)

@@ -141,9 +141,10 @@ def copy_(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     """Writes ``new`` over ``old``, in its buffers, if ``condition`` is True (None: always).
 
     Returns the tree of these buffers. Leaves are written one by one, so a leaf of ``new`` must not
-    share memory with another leaf of ``old``. If autograd or a transform follows the values,
-    ``old`` stays as it is, and the values are returned in other tensors. Raises ValueError unless
-    both have the same containers, shapes and dtypes.
+    share memory with another leaf of ``old``. If any leaf requires grad, also under
+    ``torch.no_grad()``, or a transform or forward mode is active, ``old`` stays as it is. The
+    values are then returned in other tensors. Raises ValueError unless both have the same
+    containers, shapes and dtypes.
 
     >>> old = {"w": torch.zeros(2)}
     >>> copy_(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old
