@@ -9,7 +9,7 @@ changes its draw.
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
     return torch.tensor(seed, dtype=torch.int64, device=device)
 
 
-def fold_in(key: _K, data: int | Tensor) -> _K:
+def fold_in(key: _K, data: SupportsIndex | Tensor) -> _K:
     """Makes a new key from a key and a number: of the step, the layer, the call.
 
     Tensors broadcast. ``PackedKeys`` keep their positions. Raises ``TypeError`` unless the number
