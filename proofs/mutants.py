@@ -242,7 +242,8 @@ def planted(mutant: Mutant) -> Iterator[None]:
     source = source.replace(mutant.old, mutant.new)
     compiled = compile(source, f"<mutant {mutant.number}>", "exec", dont_inherit=True)
     codes = {code.co_qualname: code for code in _codes_in(compiled)}
-    functions = list(_functions_in(module))
+    # After a graph break, torch's compiler adds a function to the names of the module.
+    functions = [f for f in _functions_in(module) if f.__qualname__ in codes]
     codes_before = [function.__code__ for function in functions]
     try:
         for function in functions:

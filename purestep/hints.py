@@ -292,7 +292,10 @@ def check_shifted(microbatches: Sequence[Microbatch]) -> None:
 
 
 def _read_integers(tensor: Any) -> Tensor | None:
-    """Returns the values of an integer or bool tensor that the host can read; else None."""
+    """Returns the values of an integer or bool tensor on the host, and None for anything else.
+
+    None also in a compiler's trace, where no values are known.
+    """
     if not isinstance(tensor, Tensor):
         return None
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_nested:

@@ -139,7 +139,10 @@ def _keep_for_recomputation(cells: tuple[CellType, ...]) -> None:
 
 
 def _call_without_layers(function: FunctionType, args: Any, kwargs: Any) -> Any:
-    """Calls a function some of whose cells are empty; raises ``ReferenceError`` if it reads one."""
+    """Calls a function whose closure has lost a layer, so that a cell of it is empty.
+
+    Raises ``ReferenceError`` if the function reads such a cell. Other errors pass.
+    """
     try:
         return function(*args, **kwargs)
     except NameError as error:

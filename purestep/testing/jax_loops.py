@@ -150,9 +150,10 @@ class JaxTrainer:
         self._params, self._opt_state = copy.deepcopy(saved)
 
     def _pad(self, microbatches: Sequence[Batch]) -> list[Batch]:
-        """Returns copies of the microbatches, padded to equal sizes by what counts for nothing.
+        """Returns copies of the microbatches, padded to one of the trainer's sizes for all of them.
 
-        Raises ``ValueError`` if a microbatch is larger than all sizes.
+        That is the smallest number of rows, and of tokens in a row, that holds the largest
+        microbatch. Padding has weight 0. Raises ``ValueError`` if no size is large enough.
         """
         if not microbatches:
             return []

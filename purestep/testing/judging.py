@@ -312,8 +312,8 @@ def _judge_part(
     From the first wrong case on, it draws simpler ones, and reports the simplest. A refusal does
     not end the search: the verdict is "refuses" only if no case is wrong. Refused cases count in
     ``coverage``, but not in ``cases``, and so do cases in which the claim raises ``UnaskedError``.
-    If these are all, the first such error is raised. So are errors of drawing a case, and errors of
-    the claim other than ``DisagreementError`` and ``RefusalError``.
+    If every case raises ``UnaskedError``, the first such error is raised. So are errors of drawing
+    a case, and errors of the claim other than ``DisagreementError`` and ``RefusalError``.
     """
     coverage: dict[str, Counter[Any]] = defaultdict(Counter)
     exact: list[bool] = []

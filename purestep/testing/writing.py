@@ -383,8 +383,9 @@ def _add_weight(row: Row, capabilities: Capabilities, amount: int) -> None:
 def _round_up_total(rows: Rows, capabilities: Capabilities) -> None:
     """Adds weights, in place, until their sum is a power of two.
 
-    All rows with weight get equally much, and the last ones 1 more where a remainder is left.
-    Without weight, nothing is added.
+    All rows with weight get equally much, and the last ones 1 more where a remainder is left. Where
+    ``capabilities`` allow no weights but 0 and 1, that is more tokens. Without weight, nothing is
+    added.
     """
     counted = [row for row in rows if row.total]
     if not counted:

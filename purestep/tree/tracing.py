@@ -76,7 +76,7 @@ def any_requires_grad(tree: Tree) -> bool:
 
 
 def leaves_require_grad(leaves: Sequence[Any]) -> bool:
-    """Returns whether any of these leaves requires grad, by the rule of ``any_requires_grad``."""
+    """Returns whether any leaf requires grad, or a tensor inside a leaf: a mapping or dataclass."""
     for leaf in leaves:
         if type(leaf) is Tensor or isinstance(leaf, Tensor):
             if leaf.requires_grad:
