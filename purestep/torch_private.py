@@ -134,7 +134,17 @@ TRACES_AUTOGRAD = not _TORCH_2_11
 TRACES_COPY = not _TORCH_2_11
 """Whether a trace may copy an object by ``copy.copy``."""
 
-_saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
+_autograd = _private("_C._autograd")
+"""The state of autograd in this thread, hooks on saved tensors among it."""
+
+
+def enable_saved_tensors_hooks() -> None:
+    """Enables hooks on saved tensors, which a trace that fails in ``torch.func`` leaves disabled.
+
+    Then any checkpoint would fail. Does nothing under a transform, which disables them itself.
+    """
+    if not has_transforms():
+        _autograd._saved_tensors_hooks_enable()
 
 
 def checkpoint_frame() -> Any | None:
@@ -147,7 +157,7 @@ def checkpoint_frame() -> Any | None:
     has it. A checkpoint puts hooks on what is saved for the backward pass, and their closure has
     the frame.
     """
-    hooks = _saved_tensors_hooks(False)
+    hooks = _autograd._top_saved_tensors_default_hooks(False)
     if not hooks:
         return None
     pack_hook = hooks[0]
@@ -197,7 +207,7 @@ def in_checkpoint() -> bool:
     >>> in_checkpoint()
     False
     """
-    hooks = _saved_tensors_hooks(False)
+    hooks = _autograd._top_saved_tensors_default_hooks(False)
     if not hooks:
         return False
     name = getattr(hooks[0], "__qualname__", "")
@@ -212,7 +222,7 @@ def saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tens
     >>> unpack(pack(torch.tensor(1.0)))
     tensor(1.)
     """
-    return _saved_tensors_hooks(False) or (_identity, _identity)
+    return _autograd._top_saved_tensors_default_hooks(False) or (_identity, _identity)
 
 
 def _identity(x: Any) -> Any:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from purestep import tree
@@ -255,3 +256,19 @@ def test_a_transform_around_a_compiled_step_unrolls_the_group() -> None:
         tree.leaves(actual), tree.leaves(ensemble(members, group)), strict=True
     ):
         torch.testing.assert_close(leaf, other)
+
+
+def test_a_refused_checkpoint_leaves_other_checkpoints_as_they_were() -> None:
+    """``torch.func`` disables hooks on saved tensors, and a trace that fails there keeps that."""
+
+    def checkpointed(params: Any, microbatch: Any) -> Any:
+        return checkpoint(loss_fn, params, microbatch, use_reentrant=False)
+
+    sgd = ps.optim.sgd(0.1)
+    step = ps.make_update_step(checkpointed, sgd, weight_fn=lambda m: m["x"][:, 0, 0])
+    compiled = ps.compile(step, fullgraph=True, backend="eager")
+    group = [{"x": torch.ones(4, 5, 3)}] * 2
+    state = sgd.init(PARAMS)
+    with pytest.raises(Exception, match="saved tensor hooks"):
+        compiled(PARAMS, state, ps.stack(group))
+    assert_same(compiled(PARAMS, state, group), step(PARAMS, state, group))

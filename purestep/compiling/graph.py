@@ -21,7 +21,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from purestep.stacked import Stacked
-from purestep.torch_private import forward_level, has_transforms
+from purestep.torch_private import (
+    enable_saved_tensors_hooks,
+    forward_level,
+    has_transforms,
+)
 
 Compiler: TypeAlias = Callable[..., Callable[..., Any]]
 """``torch.compile`` or what is called like it: ``partial(torch.compile, dynamic=False)``."""
@@ -75,6 +79,7 @@ def compile_function(
         try:
             return graph(*args, **kwargs)
         except Exception as error:
+            enable_saved_tensors_hooks()
             # Without ``fullgraph``, the first of several graphs may have written to its inputs.
             may_retry = settings.get("fullgraph") and own_options.get("cpp_wrapper")
             if not (may_retry and _is_of_backend(error)):
