@@ -141,10 +141,10 @@ _autograd = _private("_C._autograd")
 def enable_saved_tensors_hooks() -> None:
     """Enables hooks on saved tensors, which a trace that fails in ``torch.func`` leaves disabled.
 
-    Then any checkpoint would fail. Does nothing under a transform, which disables them itself.
+    Then any checkpoint would fail. Under a transform, which disables them itself, they stay enabled
+    until it ends.
     """
-    if not has_transforms():
-        _autograd._saved_tensors_hooks_enable()
+    _autograd._saved_tensors_hooks_enable()
 
 
 def checkpoint_frame() -> Any | None:

@@ -189,9 +189,10 @@ def reused_donation_error(name: str) -> ValueError:
 
 
 def is_leaf_of_step(x: Any) -> bool:
-    """Returns whether a tensor is a leaf that a step has made to differentiate one microbatch.
+    """Returns whether this is a leaf that a step has made for autograd's own pass.
 
-    ``apply`` makes these leaves ``nn.Parameter`` to ``isinstance``.
+    It is made for one microbatch. Leaves that ``torch.func`` or a compiler differentiates are not
+    marked. ``apply`` makes marked leaves ``nn.Parameter`` to ``isinstance``.
     """
     return hasattr(x, LEAF_OF_STEP)
 
@@ -370,9 +371,9 @@ def _path_in(spec: tree.TreeSpec, position: int) -> str:
 def forbid_writes(leaves: Sequence[Tensor], spec: tree.TreeSpec) -> Iterator[None]:
     """Raises ValueError at the end of the context if one of ``leaves``, the params, was written to.
 
-    ``spec`` names the leaf in the error. It checks nothing in a transform or a compiler, nor if any
-    leaf is a tensor of inference mode: these have no versions. Nor does it see writes by ``.data``
-    or NumPy, which count no version.
+    ``spec`` names the leaf in the error. It checks nothing in a transform, a compiler or forward
+    mode, nor if any leaf is a tensor of inference mode: these have no versions. Nor does it see
+    writes by ``.data`` or NumPy, which count no version.
     """
     versions: list[int] = []
     if tree.is_plain_eager() and not any(leaf.is_inference() for leaf in leaves):

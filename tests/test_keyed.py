@@ -483,16 +483,19 @@ def test_causal_attention_of_other_keys(num_queries: int, num_keys: int) -> None
 def test_dropped_attention_is_in_float32_under_autocast() -> None:
     """As torch's fused kernels are, which drop nothing here."""
     torch.manual_seed(0)
-    query, key, value = (3 * torch.randn(3, 1, 1, 8, 16)).bfloat16()
+    query = 3 * torch.randn(1, 8, 16).bfloat16()
+    key = 3 * query.flip(1)
+    value = query.sin()
     seen = []
 
     def keep_all(weights: Tensor, p: float) -> Tensor:
         seen.append(weights.dtype)
         return weights
 
-    expected = compute_attention(keep_all, query, key, value, dropout_p=0.5)
+    attend_all = partial(compute_attention, keep_all, query, key, value, dropout_p=0.5)
+    expected = attend_all()
     with torch.autocast("cpu", torch.bfloat16):
-        actual = compute_attention(keep_all, query, key, value, dropout_p=0.5)
+        actual = attend_all()
     assert_same(actual, expected)
     assert seen == [torch.float32] * 2
 

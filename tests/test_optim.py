@@ -604,10 +604,19 @@ def test_what_is_refused(call: Any, error: type[Exception], message: str) -> Non
 def test_steps_stay_integers_after_a_boundary_that_is_a_float(whole: float) -> None:
     """A schedule may look its rate up in a table."""
     rates = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    parts = [lambda step: rates[step], lambda step: 2 * rates[step]]
-    joined = optim.join_schedules(parts, [whole])
-    actual = [float(joined(torch.tensor(step))) for step in range(4)]
-    assert actual == [0.5, 0.25, 0.125, 1.0 if whole == 3 else 0.0625]
+
+    def look_up(step: Tensor) -> Tensor:
+        return rates[step]
+
+    def look_up_doubled(step: Tensor) -> Tensor:
+        return 2 * rates[step]
+
+    joined = optim.join_schedules([look_up, look_up_doubled], [whole])
+    expected = [0.5, 0.25, 0.125, 0.0625]
+    if whole == 3:
+        expected[3] = 1.0
+    for step, rate in enumerate(expected):
+        assert joined(torch.tensor(step)) == rate
 
 
 BAD_RESULTS = [torch.tensor([0.1, 0.2]), None, "0.1", 1j, numpy.ones(2), {0.1}]

@@ -150,7 +150,8 @@ def drop_summed_dims(graph: Graph) -> None:
 def _reshapes_to(node: Node, shape: torch.Size) -> bool:
     """Returns whether a node is a ``reshape`` or ``view`` whose result has this shape.
 
-    Sizes that vary, in the result or in ``shape``, make it False. Other operations that change a shape, such as ``squeeze``, do not count.
+    Sizes that vary, in the result or in ``shape``, make it False. Other operations that change a
+    shape, such as ``squeeze``, do not count.
     """
     if node.target not in (_aten.reshape.default, _aten.view.default):
         return False

@@ -262,9 +262,10 @@ def raise_no_graph(function: Callable[..., Any], error: Exception) -> NoReturn:
 
 
 def _means_no_graph(error: Exception) -> bool:
-    """Returns whether an error rose while the compiler worked, or at a checkpoint.
+    """Returns whether an error rose while the compiler worked, or refuses a checkpoint.
 
-    A backend that runs the graph by torch itself fails at a checkpoint, in the forward pass.
+    A backend that runs the graph by torch itself meets the checkpoint in the forward pass, where
+    ``torch.func`` refuses it. Other errors of a graph that runs do not count.
     """
     is_checkpoint = "don't yet support saved tensor hooks" in str(error)
     return is_checkpoint or is_compiler_error(error) or _rose_in_the_compiler(error)

@@ -30,11 +30,12 @@ def grad_and_value(
 
     ``torch.func`` keeps every activation until the backward pass ends, for a second derivative.
     This function frees each activation as soon as the backward pass has used it. It calls
-    ``torch.func.vjp``, where second derivatives work, under a transform or a compiler, in inference
-    or forward mode, and if an argument requires grad. In grad mode, it also does so where the
-    value, not only aux, depends on other tensors that require grad. A loss that differentiates by
-    its data is an example. Only in this last case, ``func`` runs twice. Where ``vjp`` is not
-    called, gradients, value and aux are detached.
+    ``torch.func.vjp``, where second derivatives work, under a transform or a compiler, and in
+    inference or forward mode. It does so, too, if an argument requires grad, or was made in
+    inference mode. In grad mode, it also does so where the value, not only aux, depends on other
+    tensors that require grad. A loss that differentiates by its data is an example. Only in this
+    last case, ``func`` runs twice. Where ``vjp`` is not called, gradients, value and aux are
+    detached.
 
     Args:
         func: a function that returns a scalar tensor, or ``(scalar, aux)`` with ``has_aux``.

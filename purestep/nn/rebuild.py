@@ -139,7 +139,7 @@ def make_recipe(
     """Makes the recipe by which ``rebuild`` copies a module around others than these tensors.
 
     It changes nothing in the module. ``shared`` are objects that are not followed. Copies share
-    them, except for dicts, lists and deques in attributes of parts.
+    them, except for dicts, lists and deques in attributes of parts, or in containers there.
 
     >>> module = torch.nn.Linear(2, 2, bias=False)
     >>> recipe = make_recipe(module, [module.weight])
@@ -208,7 +208,7 @@ class _RecipeBuilder:
                     template[name] = hooks.NoHooks()
 
     def _number_modules(self, module: Module) -> dict[str, int]:
-        """Returns, by the first path of each part of a module, its number among the objects."""
+        """Looks up, by the first path of each part of a module, its number among the objects."""
         numbers = {id(obj): number for number, obj in enumerate(self._objects)}
         return {path: numbers[id(part)] for path, part in module.named_modules()}
 

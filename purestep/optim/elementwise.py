@@ -212,7 +212,8 @@ class StateFields:
         """Flattens the arguments of an update; returns also the step counter, or None without one.
 
         The columns are gradients, params and slots. Raises ValueError unless the arguments fit
-        together. Where params are not read, they may be None, and the gradients stand for them.
+        together, and TypeError where a gradient or param is no tensor. Where params are not read,
+        they may be None, and the gradients stand for them.
         """
         like_params = grads if params is None and not self.reads_params else params
         # Any tuple is an instance of ``tuple``, the type of an empty state.

@@ -292,9 +292,9 @@ class LossGathers:
             self._known[self._key] = first
 
     def forget(self) -> None:
-        """Marks in ``known_launches`` that gathers vary, so that none are remembered again.
+        """Marks in ``known_launches`` that gathers vary for this rank and params of this structure.
 
-        There must be ``known_launches``.
+        So none of these are remembered again. There must be ``known_launches``.
         """
         assert self._known is not None
         self._known[self._key] = []

@@ -214,7 +214,10 @@ def flatten_shard(node: Any) -> tuple[tuple[Any], ShardSpec, tuple[str]]:
 
 
 def unflatten_shard(shard_spec: Any, children: Iterable[Any]) -> Any:
-    """Builds a ``Shard`` from its spec and its only child."""
+    """Builds a ``Shard`` from its spec and its only child, whatever that is.
+
+    Raises ``ValueError`` for a child that is a ``Shard`` and does not fit.
+    """
     (local,) = children
     return shard_spec.wrap(local)
 
