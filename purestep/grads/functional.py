@@ -14,6 +14,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.compiling import Compiler, graph
+from purestep.grads.inplace import vjp_grads
 from purestep.grads.microbatch import (
     GradAccumulator,
     GradFn,
@@ -103,7 +104,9 @@ def microbatch_grads(
             loss_fn, params, microbatch, weights, denominators
         )
         loss = weighted_sum(weighted.terms, weighted.cotangents)
-        depends_on_params = loss.requires_grad or not tree.leaves_require_grad(leaves)
+        # A trace takes the leaves of ``vjp`` for constants, and knows what depends on them.
+        is_known = grads_of is vjp_grads or tree.leaves_require_grad(leaves)
+        depends_on_params = loss.requires_grad or not is_known
         aux, aux_spec = tree.flatten(weighted.aux)
         return loss, [weighted.weights, *aux]
 
