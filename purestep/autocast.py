@@ -17,9 +17,11 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     ...     autocast_dtype("cpu"), autocast_dtype("meta")
     (torch.bfloat16, None)
     """
+    if device_type == "meta":  # A trace does not catch the error.
+        return None
     try:
         is_enabled = torch.is_autocast_enabled(device_type)
-    except RuntimeError:  # As for "meta"; ``is_autocast_available`` raises there, too.
+    except RuntimeError:  # As for "lazy"; ``is_autocast_available`` raises there, too.
         return None
     return torch.get_autocast_dtype(device_type) if is_enabled else None
 

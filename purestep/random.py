@@ -98,14 +98,14 @@ def fold_in(key: _K, data: SupportsIndex | Tensor) -> _K:
         raise TypeError(
             f"fold_in: data is {tree.format_leaf(data)}, and must be whole numbers"
         )
-    if not isinstance(data, Tensor | int):
+    if not isinstance(data, Tensor | int | torch.SymInt):
         if not hasattr(data, "__index__"):
             raise TypeError(
                 f"fold_in takes a whole number, or a tensor of them, got {data!r}: number the "
                 "layers, calls or streams, as fold_in(key, 0)"
             )
         data = operator.index(data)  # NumPy's small integers overflow.
-    return cast(_K, _make_key(key, data, _FOLD))
+    return cast(_K, _make_key(key, cast("int | Tensor", data), _FOLD))
 
 
 def split(key: Tensor, number: int = 2) -> Tensor:

@@ -138,11 +138,16 @@ _autograd = _private("_C._autograd")
 """The state of autograd in this thread, hooks on saved tensors among it."""
 
 
+def why_hooks_are_disabled() -> str | None:
+    """Returns why hooks on saved tensors are an error in this thread; None if they are none."""
+    reason: str | None = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    return reason
+
+
 def enable_saved_tensors_hooks() -> None:
     """Enables hooks on saved tensors, which a trace that fails in ``torch.func`` leaves disabled.
 
-    Then any checkpoint would fail. Under a transform, which disables them itself, they stay enabled
-    until it ends.
+    Then any checkpoint would fail.
     """
     _autograd._saved_tensors_hooks_enable()
 

@@ -600,7 +600,7 @@ def test_what_is_refused(call: Any, error: type[Exception], message: str) -> Non
         call()
 
 
-@pytest.mark.parametrize("whole", [3.0, math.inf])
+@pytest.mark.parametrize("whole", [3.0, 1e30, math.inf])
 def test_steps_stay_integers_after_a_boundary_that_is_a_float(whole: float) -> None:
     """A schedule may look its rate up in a table."""
     rates = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -617,6 +617,22 @@ def test_steps_stay_integers_after_a_boundary_that_is_a_float(whole: float) -> N
         expected[3] = 1.0
     for step, rate in enumerate(expected):
         assert joined(torch.tensor(step)) == rate
+
+
+def test_a_schedule_may_return_a_number_of_numpy() -> None:
+    """It is an array in a trace."""
+
+    def schedule(step: Tensor) -> Any:
+        return numpy.float64(0.5) * numpy.array(1.0)
+
+    params = torch.ones(2)
+    sgd = optim.sgd(schedule)
+    state = sgd.init(params)
+    eager, _ = sgd.update(params, state, params)
+    update = torch.compile(sgd.update, backend="eager", fullgraph=True)
+    compiled, _ = update(params, state, params)
+    assert eager.tolist() == [0.5, 0.5]
+    assert_same(compiled, eager)
 
 
 BAD_RESULTS = [torch.tensor([0.1, 0.2]), None, "0.1", 1j, numpy.ones(2), {0.1}]

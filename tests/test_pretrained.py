@@ -438,15 +438,6 @@ def test_values_that_would_be_lost() -> None:
     assert not drawn["layer.weight"].any()
     with pytest.raises(ValueError, match=r"around layer\.weight writes to it"):
         ps.reset_parameters(module, like=params, units=nn.Linear)
-
-    def fill(part: Any) -> None:
-        if part.__class__ is WritesInside:
-            part.layer.weight.data.fill_(7)
-        else:
-            part.reset_parameters()
-
-    with pytest.raises(ValueError, match=r"around layer\.weight writes to it"):
-        ps.reset_parameters(module, like=params, units=nn.Linear, reset=fill)
     like = {"layer.bias": params["layer.bias"]}
     assert len(ps.reset_parameters(module, like=like, units=nn.Linear)) == 1
     norm = nn.BatchNorm1d(2)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jvp
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep import random
@@ -156,6 +157,28 @@ def derive_words(counters: tuple[int, ...], seed: int) -> tuple[int, ...]:
     return words[:2]
 
 
+@pytest.mark.parametrize("dtype", [numpy.int8, numpy.int32, numpy.uint64])
+def test_keys_of_numbers_of_numpy(dtype: Any) -> None:
+    key = random.key(3)
+    by_int = random.fold_in(key, 5)
+    by_numpy = random.fold_in(key, dtype(5))
+    assert_same(by_numpy, by_int)
+
+
+def test_keys_of_a_size_that_varies() -> None:
+    """A trace by ``make_fx`` makes no constant of it."""
+
+    def fold_length(key: Tensor, x: Tensor) -> Tensor:
+        return random.fold_in(key, x.shape[0])
+
+    key = random.key(3)
+    five = torch.ones(5)
+    seven = torch.ones(7)
+    trace = make_fx(fold_length, tracing_mode="symbolic")
+    graph = trace(key, five)
+    assert_same(graph(key, seven), random.fold_in(key, 7))
+
+
 def test_keys_of_keys() -> None:
     seed = 3
     key = random.key(seed)
@@ -167,8 +190,6 @@ def test_keys_of_keys() -> None:
     assert folded.shape == ()
     assert split_words(int(folded)) == derive_words((5, 7, 0), seed)
     assert split_words(int(split[2])) == derive_words((2, 0, 1), seed)
-    for dtype in (numpy.int8, numpy.int32, numpy.uint64):
-        assert_same(random.fold_in(key, dtype(5)), random.fold_in(key, 5))
     for value in (number, -1):
         by_int = random.fold_in(key, value)
         by_tensor = random.fold_in(key, torch.tensor(value))

@@ -25,6 +25,7 @@ from purestep.torch_private import (
     enable_saved_tensors_hooks,
     forward_level,
     has_transforms,
+    why_hooks_are_disabled,
 )
 
 Compiler: TypeAlias = Callable[..., Callable[..., Any]]
@@ -76,10 +77,12 @@ def compile_function(
         for arg in (*args, *kwargs.values()):
             if type(arg) is Stacked:
                 arg.let_length_vary()
+        reason = why_hooks_are_disabled()
         try:
             return graph(*args, **kwargs)
         except Exception as error:
-            enable_saved_tensors_hooks()
+            if reason is None:
+                enable_saved_tensors_hooks()
             # Without ``fullgraph``, the first of several graphs may have written to its inputs.
             may_retry = settings.get("fullgraph") and own_options.get("cpp_wrapper")
             if not (may_retry and _is_of_backend(error)):

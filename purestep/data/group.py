@@ -7,10 +7,9 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal, get_args
 
-from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     RandomSampler,
@@ -91,8 +90,8 @@ def group(
             f"group: {k=} microbatches make no group: call group(batches, k)"
         )
     # A float that is no integer would skip for ever, and a tensor would be counted down in place.
-    is_number = isinstance(start, Real | Tensor) and math.isfinite(start)
-    if not is_number or start < 0 or start != int(start):
+    is_finite = hasattr(start, "__int__") and math.isfinite(start)
+    if not is_finite or start < 0 or start != int(start):
         raise ValueError(
             f"group: {start=} is no position; take that of an earlier group"
         )

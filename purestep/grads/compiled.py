@@ -100,12 +100,13 @@ def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
         if on_grad_ready is not None:
             totals = [on_grad_ready(index, total) for index, total in enumerate(totals)]
         accumulator.values[:] = totals
-        weights: Any = inputs.weights if result.weights is None else result.weights
-        outputs = (result.loss, weights, result.aux)
+        outputs: Any = (result.loss, result.weights, result.aux)
         # Other compilers than inductor may write to their results in the next call.
         if compile_ is not True:
             outputs = tree.map(torch.clone, outputs)
-        return MicrobatchResult(*outputs, result.depends_on_params)
+        loss, new_weights, aux = outputs
+        weights: Any = inputs.weights if new_weights is None else new_weights
+        return MicrobatchResult(loss, weights, aux, result.depends_on_params)
 
     otherwise = backward_of_compiled_loss(loss_fn, compile_)
     return graph.with_fallback(grad_fn, otherwise, warns=False)

@@ -264,7 +264,8 @@ def clone_aliased(
 def _addresses_in(leaf: Any) -> Iterator[int]:
     """Yields the addresses of the tensors in a leaf, such as a dataclass, or a subclass's own."""
     for tensor in tensors_in(leaf):
-        with suppress(RuntimeError, NotImplementedError):
+        # A subclass may refuse the call by any error.
+        with suppress(Exception):
             yield tensor.untyped_storage().data_ptr()
 
 

@@ -87,7 +87,7 @@ def compute_attention(
             if attn_mask.dtype == torch.bool:
                 scores = scores.masked_fill(~attn_mask, -math.inf)
             else:
-                scores = scores + attn_mask
+                scores = scores + attn_mask.to(wide_dtype)
         # softmax of a row of -inf is NaN. As in torch, a query that may attend to nothing gets
         # zeros.
         is_empty = (scores == -math.inf).all(-1, keepdim=True)

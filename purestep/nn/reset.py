@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from purestep import tree
-from purestep.nn.first_call import get_storage
 from purestep.nn.from_module import name_tensors
 from purestep.nn.rebuild import Copies, make_recipe, rebuild
 from purestep.nn.units import Slot, Units, find_units
-from purestep.torch_private import bind_arguments, watch_operations
+from purestep.torch_private import version_counter
 from purestep.tree.shard import Shard
 
 Like: TypeAlias = Mapping[str, Tensor | Shard]
@@ -33,8 +32,8 @@ def reset_parameters(
     For a model on "meta" that no rank could hold: each rank draws the full values of one unit,
     keeps its shards, and frees the rest. Params of no unit are full until the end. Ranks draw
     from torch's generator, so let all start from one seed. Raises ``ValueError`` if a param gets no
-    value, or if a part around its unit writes to it. It also does so for a name in ``like`` that is
-    no parameter's.
+    value, or if a part around its unit writes to it. A write through ``.data`` is lost there. It
+    also raises for a name in ``like`` that is no parameter's.
 
     Args:
         module: the one that ``from_module`` took. It stays as it is.
@@ -69,6 +68,7 @@ def reset_parameters(
     for name in root:
         values[name] = _allocate(tensors[name], like[name])
     placeholders = {name: values[name] for name in like if name in in_units}
+    versions = {name: version_counter(p) for name, p in placeholders.items()}
     copies = rebuild(recipe, [*values.values()], is_eval=False)
     # Not by path: a part that lies in two places is reset in both, as by ``module.apply``.
     slots = {id(copies.objects[spec.module_number]): spec.slots for spec in specs}
@@ -85,35 +85,15 @@ def reset_parameters(
         drawn.update(_cut_all(full, like))
         _fill_slots(copies, unit_slots, placeholders)
 
-    with watch_operations(_make_write_check(placeholders)):
-        visit(copies.module, "")
+    visit(copies.module, "")
+    for name, version in versions.items():
+        if version_counter(placeholders[name]) != version:
+            raise ValueError(
+                f"a part around {name} writes to it, when its unit is over: choose a unit that "
+                "has this part, or pass no units="
+            )
     drawn.update(_cut_all({name: values[name] for name in root}, like))
     return {name: drawn[name] for name in like}
-
-
-def _make_write_check(
-    placeholders: Mapping[str, Tensor],
-) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], None]:
-    """Makes a function that raises ``ValueError`` for an operation that writes to a placeholder.
-
-    The function takes ``(operation, args, kwargs)``. It compares storages, and not versions of the
-    placeholders, since ``p.data.normal_()`` counts none.
-    """
-    names = {get_storage(p): name for name, p in placeholders.items() if p.numel()}
-
-    def check_operation(
-        operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        arguments = bind_arguments(operation, args, dict(kwargs))
-        for value, is_written in arguments.values():
-            name = names.get(get_storage(value)) if is_written else None
-            if name is not None:
-                raise ValueError(
-                    f"a part around {name} writes to it, when its unit is over: choose a unit that "
-                    "has this part, or pass no units="
-                )
-
-    return check_operation
 
 
 def _copy_tensor(tensor: Tensor) -> Tensor:

@@ -37,11 +37,18 @@ def evaluate_rate(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
         if rate.ndim == 0:
             return rate.to(torch.float64)
         actual = f"a tensor of shape {tuple(rate.shape)}"
-    elif isinstance(rate, Real | torch.SymFloat | torch.SymInt):
+    elif _is_number(rate):
         return cast("float", rate)
     else:
         actual = type(rate).__name__
     raise TypeError(f"a schedule must return a number or a scalar tensor, got {actual}")
+
+
+def _is_number(rate: Any) -> bool:
+    """Returns whether this is a number, also one of a trace, or an array without dimensions."""
+    is_plain = isinstance(rate, Real | torch.SymFloat | torch.SymInt)
+    # In a trace, a NumPy scalar is an array.
+    return is_plain or getattr(rate, "ndim", None) == 0
 
 
 def check_rate(learning_rate: object) -> None:
@@ -282,12 +289,13 @@ def _check_steps(name: str, steps: int) -> None:
 def _as_whole(name: str, steps: Any) -> Any:
     """Returns a number as an int, so that integer steps stay integers; a tensor as it is.
 
-    Infinity becomes the last int64. Raises as ``_check_whole`` does.
+    Numbers beyond the last int64 become that. Raises as ``_check_whole`` does.
     """
     _check_whole(name, steps)
     if isinstance(steps, Tensor | int):
         return steps
-    return torch.iinfo(torch.int64).max if steps == math.inf else int(steps)
+    last = torch.iinfo(torch.int64).max
+    return last if steps >= last else int(steps)
 
 
 def _check_whole(name: str, steps: Tensor | float) -> None:
