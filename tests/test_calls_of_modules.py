@@ -432,7 +432,7 @@ def test_a_program_whose_file_has_the_name_of_the_compiler() -> None:
     """``train_dynamo.py`` is none of torch's files."""
     namespace: dict[str, Any] = {}
     exec(compile("def act(x): return x.relu()", "train_dynamo.py", "exec"), namespace)
-    module: Any = FunctionModule(lambda m, x: m.act(m.a(x)), a=linear()).double()
+    module: Any = FunctionModule(lambda m, x: m.a(m.act(x)), a=linear()).double()
     module.act = AOT_EAGER(namespace["act"])
     params, apply = ps.from_module(module)
     assert torch.equal(apply(params, draw_inputs()), module(draw_inputs()))
