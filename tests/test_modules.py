@@ -477,9 +477,14 @@ def test_calls_with_other_params_or_buffers_are_refused() -> None:
     message = r"params has other, which this module has not"
     with pytest.raises(ValueError, match=message):
         apply(too_many, x)
-    message = r"params is a Tensor, no mapping by name: call apply\(params"
+    message = r"params is a Tensor, no mapping by name: .*as in apply\(params, \.\.\.\)"
     with pytest.raises(TypeError, match=message):
         apply(no_params)
+    no_buffers: Any = []
+    with pytest.raises(TypeError, match="buffers is a list, no mapping by name"):
+        apply(params, x, buffers=no_buffers)
+    with pytest.raises(TypeError, match="frozen is a list, no mapping by name"):
+        apply(params, x, frozen=no_buffers)
     message = r"buffers has other, which this module has not"
     with pytest.raises(ValueError, match=message):
         apply(params, x, buffers={"other": x})

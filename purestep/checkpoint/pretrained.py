@@ -202,7 +202,9 @@ def _check_like(like: object) -> None:
         )
     for name, leaf in like.items():
         if not isinstance(name, str):
-            raise TypeError(f"like has the key {name!r}: names in files are texts")
+            raise TypeError(
+                f"like has the key {name!r}: names in files are texts, as those of ps.from_module"
+            )
         if not isinstance(leaf, Tensor | Shard):
             raise TypeError(
                 f"like[{name!r}] is {type(leaf).__name__}, no tensor: the names in files are "

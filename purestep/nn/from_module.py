@@ -83,8 +83,7 @@ def from_module(
     **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, with the
     buffers after the call. A module needs this if a part in training mode writes to its buffers, as
     BatchNorm does. Then ``apply.eval`` and ``to_module`` need ``buffers`` too. Start with
-    ``dict(module.named_buffers())``. Each call refuses a BatchNorm without running
-    statistics.
+    ``dict(module.named_buffers())``. Each call refuses a BatchNorm without running statistics.
 
     **Checks.** The first call checks the module. So do the first calls with other ``buffers``, with
     ``key``, with other keywords, flags or texts, and under ``no_grad``: 16 kinds of calls at most.

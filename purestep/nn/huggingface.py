@@ -83,8 +83,8 @@ def check_call(
     Eager attention adds a mask of more than two dimensions to its scores: True would count as 1. A
     cache joins documents if the caller passes ``position_ids`` and does not ask for a cache, but
     the model returns one. Only arguments of the module itself are checked, masks among them by a
-    name that ends in "attention_mask". What it passes to models within it is not
-    checked, nor is a module without a model of transformers.
+    name that ends in "attention_mask". What it passes to models within it is not checked, nor is a
+    module without a model of transformers.
     """
     if not models.configs:
         return

@@ -48,8 +48,8 @@ def find_mappings(module: Module) -> list[Any]:
     and methods reach, a dict or set is returned if a part is a key of it now.
 
     The way to a dict or set has at most ``_DEPTH`` objects, both included. It does not go through
-    an ``nn.Module``, a class, a container or slots. Through a module of Python it goes
-    only to attributes that a function names.
+    an ``nn.Module``, a class, a container or slots. Through a module of Python it goes only to
+    attributes that a function names.
 
     >>> import torch
     >>> layer, features = torch.nn.Linear(1, 1), {}

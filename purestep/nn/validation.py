@@ -194,7 +194,7 @@ def check_names(
     if not isinstance(mapping, Mapping):
         raise TypeError(
             f"{what} is a {type(mapping).__name__}, no mapping by name: "
-            "call apply(params, ...)"
+            "pass a dict, and params first, as in apply(params, ...)"
         )
     missing = [name for name in required if name not in mapping]
     unknown = [name for name in mapping if name not in allowed]

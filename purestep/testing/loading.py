@@ -16,8 +16,8 @@ def load_trainer(path: str, laws: Names) -> Any:
     It calls a class, or an object without ``update``, and returns the result. Raises ``ValueError``
     for a path of another form, for unknown laws, and for capabilities that ``run_laws`` refuses.
     Raises ``TypeError`` for an object that is no trainer and does not make one, or that cannot be
-    called without arguments. What the import, the look-up of the name or the call raises
-    passes through.
+    called without arguments. What the import, the look-up of the name or the call raises passes
+    through.
     """
     module, _, name = path.partition(":")
     if not module or not name or module.endswith(".py"):

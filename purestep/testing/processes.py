@@ -86,8 +86,8 @@ class World:
         Each of ``args`` has a value for each rank. Function and arguments are pickled. Returns, in
         order of rank, what each call returns or raises, or a ``DeadRankError``. A ``RuntimeError``
         stands for an exception that cannot be pickled, with its text, and for a result that cannot
-        be loaded. A rank that raises
-        ends, as a program would. The next run then starts new processes for all ranks.
+        be loaded. A rank that raises ends, as a program would. The next run then starts new
+        processes for all ranks.
 
         Raises ``ValueError`` if ``args`` have another length than there are ranks. Raises
         ``TimeoutError`` after ``timeout`` seconds, and ends all processes.
