@@ -252,17 +252,6 @@ def sum_stacked_weights(weights: Tensor) -> TokenCounts:
     return TokenCounts(tokens.sum(), count_nonzero(tokens))
 
 
-def check_count(counts: TokenCounts) -> None:
-    """Raises ``ValueError`` if N, the number of tokens, is negative, infinite or NaN.
-
-    The sum of the weights has then overflowed. Nothing is checked where the host cannot read N: on
-    a device, in a compiler's trace, or where a ``vmap`` batches N.
-    """
-    total = tree.concrete_scalar(counts.num_tokens)
-    if total is not None and not 0 <= total < math.inf:
-        check_total(total)
-
-
 def check_total(total: float) -> None:
     """Raises ``ValueError`` if N overflows: if it is negative, infinite or NaN.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.counts import validate_weights
+from purestep.counts import check_total, validate_weights
 from purestep.types import LossFn, LossOutput, Microbatch, Params, TokenCounts, Tree
 
 MAX_EXACT_FLOAT32 = 2**24
@@ -109,10 +109,11 @@ def _with_microbatch_loss(
 
 
 def denominators(total: TokenCounts) -> TokenCounts:
-    """Returns counts whose number of tokens is a float to divide by: 1 if it was not above 0.
+    """Returns counts whose number of tokens is a float to divide by: 1 if it was 0.
 
     The float is float32 for an integer up to 2²⁴ that the host reads, and float64 otherwise. It is
-    no clamp: 0.25 stays. The number of microbatches stays, too.
+    no clamp: 0.25 stays. The number of microbatches stays, too. Raises ``ValueError`` if the host
+    reads a number that is negative, infinite or NaN: the sum of the weights has overflowed.
 
     >>> denominators(TokenCounts(torch.tensor(0.25), torch.tensor(0))).num_tokens
     tensor(0.2500, dtype=torch.float64)
@@ -121,15 +122,16 @@ def denominators(total: TokenCounts) -> TokenCounts:
     """
     num_tokens = total.num_tokens
     value = tree.concrete_scalar(num_tokens)
+    if value is not None:
+        check_total(value)
     # The host does not compute what it can read: each small operation counts in a small step.
-    if value is None or not value > 0:
+    if not value:
         num_tokens = torch.where(num_tokens > 0, num_tokens, 1)
     is_small = value is not None and value <= MAX_EXACT_FLOAT32
     # By float32 the weights of a microbatch become cotangents in one operation, not in two.
-    dtype = torch.float64
     if is_small and not num_tokens.is_floating_point():
-        dtype = torch.float32
-    return total._replace(num_tokens=num_tokens.to(dtype))
+        return total._replace(num_tokens=num_tokens.float())
+    return total._replace(num_tokens=num_tokens.double())
 
 
 def weighted_sum(

@@ -80,6 +80,27 @@ def test_a_number_is_no_total() -> None:
             ps.accumulate(torch.mul, ONE, [ONE], weight_fn=torch.ones_like, total=total)
 
 
+@pytest.mark.parametrize("num_tokens", [-1, float("inf"), float("nan")])
+def test_a_total_that_overflows_runs_no_loss(num_tokens: float) -> None:
+    number = torch.tensor(num_tokens)
+    total = ps.TokenCounts(
+        num_tokens=number,
+        num_microbatches=torch.tensor(1),
+    )
+
+    def loss_fn(w: Tensor, m: Tensor) -> Tensor:
+        raise AssertionError("the loss ran")
+
+    with pytest.raises(ValueError, match="the sum of all weights, overflows"):
+        ps.accumulate(
+            loss_fn,
+            ONE,
+            [ONE],
+            weight_fn=torch.ones_like,
+            total=total,
+        )
+
+
 TERMS: list[tuple[dict[str, Any], Any, str]] = [
     (
         {"aux": {"n": 3}},

@@ -23,7 +23,6 @@ from purestep import tree
 from purestep.axis.base import Axis
 from purestep.axis.local import LocalAxis
 from purestep.axis.process import ProcessAxis
-from purestep.counts import check_count
 from purestep.sharding.gather import params_for_loss
 from purestep.sharding.layout import collective_on_shard, reduce_axes, shards_over
 from purestep.sync.leaving import KnownLaunches
@@ -105,7 +104,7 @@ class Session(Protocol):
 
         ``sums.grads`` has one leaf for each leaf of params. With ``gather="step"``, a param that is
         sharded over the axis has its full gradient there; otherwise it has the shard. The result
-        has this rank's shard of it. Raises ``ValueError`` if the host reads an N that overflows.
+        has this rank's shard of it.
         """
 
 
@@ -186,16 +185,12 @@ class SPMDSession:
         ``gather="step"``, the full gradient of a leaf that is sharded over the axis or a subaxis
         becomes this rank's shard of the sum. Any other gradient of a sharded leaf is a shard
         already. Either is summed over the other ranks of the axis, if there are any.
-
-        Raises ``ValueError`` if N overflows, where the host can read it.
         """
         if not shard_specs:
             total: GradSums = self.axis.apply_tree("psum", sums)
-            check_count(total.counts)
             return total
         grads = self._reduce_sharded(tree.leaves(sums.grads), shard_specs)
         total = self.axis.apply_tree("psum", sums._replace(grads=()))
-        check_count(total.counts)
         _, spec = tree.flatten(params)
         return total._replace(grads=tree.unflatten(spec, grads))
 
@@ -244,11 +239,7 @@ class LocalSession(SPMDSession):
     def all_reduce_grads(
         self, sums: GradSums, params: Params, shard_specs: ShardSpecs
     ) -> GradSums:
-        """Returns the sums as they are; with sharded params, reduces them as ``SPMDSession`` does.
-
-        Raises ``ValueError`` if N overflows, where the host can read it.
-        """
+        """Returns the sums as they are; with sharded params, as ``SPMDSession`` does."""
         if not shard_specs:
-            check_count(sums.counts)
             return sums
         return super().all_reduce_grads(sums, params, shard_specs)
