@@ -2,8 +2,8 @@
 
 One donated update of a small GPT, compiled as a whole by ``ps.compile``, against the number of microbatches K: of a stacked group, and of a
 list, which is unrolled. Compiling is processor time, that of the C++ compiler included, with all caches off; updates are taken in
-turn with the eager step, and, if JAX and optax are installed, with a jitted scan of theirs over the same group. Then the same for the network
-of two hidden layers of ``benchmarks.speed.overhead``, where the loop itself shows. One operation is compiled before all of it: torch imports its
+turn with the eager step, and, if JAX and optax are installed, with a jitted scan of theirs over the same group. Those of a list are also taken in turn
+with the stacked group's. Then the same for the network of two hidden layers of ``benchmarks.speed.overhead``, where the loop itself shows. One operation is compiled before all of it: torch imports its
 compiler then, which compiles its headers and asks what the processor can, on a new machine.
 
     python -m benchmarks.speed.stacked                 benchmarks/results/stacked.json
@@ -100,6 +100,9 @@ def measure(name: str, way: Way, repeats: int) -> dict[str, dict[str, float]]:
             "here": make_call(way, step, group),
             "eager": make_call(way, make_step(way.problem), group),
         }
+        if not way.is_stacked:
+            compiled = ps.compile(make_step(way.problem), fullgraph=True)
+            calls["stacked"] = make_call(way, compiled, ps.stack(group))
         before = processor_seconds()
         calls["here"]()
         first = processor_seconds() - before
