@@ -61,7 +61,8 @@ def label_weights(microbatch: Microbatch) -> Tensor:
     >>> label_weights({"labels": torch.tensor([[5, 7, -100]])})
     tensor([[ True,  True, False]])
     """
-    if not isinstance(microbatch, Mapping) or "labels" not in microbatch:
+    # The usual type first: to ask an abstract class takes as long as a small operation.
+    if not isinstance(microbatch, (dict, Mapping)) or "labels" not in microbatch:
         actual: object = type(microbatch).__name__
         if isinstance(microbatch, Mapping):
             actual = sorted(microbatch, key=str)
@@ -98,7 +99,9 @@ def with_weights(
     >>> with_weights([{"labels": torch.tensor([5, -100])}], label_weights).weights
     [tensor([ True, False])]
     """
-    if not isinstance(microbatches, Sequence) or hasattr(microbatches, "_fields"):
+    # Usual types first, here and below, as in ``label_weights``.
+    is_sequence = isinstance(microbatches, (list, tuple, Sequence))
+    if not is_sequence or hasattr(microbatches, "_fields"):
         raise TypeError(
             f"microbatches must be a sequence of microbatches, got {type(microbatches).__name__}: "
             "cut a stacked batch with ps.split(batch, k), wrap a single microbatch in a list, and "
@@ -106,22 +109,22 @@ def with_weights(
         )
     if weight_fn is None:
         return WeightedMicrobatches(microbatches, None, None)
-    if isinstance(microbatches, Stacked) and torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and isinstance(microbatches, Stacked):
         stacked_weights = compute_stacked_weights(weight_fn, microbatches)
         counts = sum_stacked_weights(stacked_weights.batch)
         return WeightedMicrobatches(microbatches, stacked_weights, counts)
-    if isinstance(microbatches, PreweightedMicrobatches):
-        weights = [*microbatches.weights(weight_fn)]
-    else:
-        if not isinstance(microbatches, list | tuple):
-            microbatches = [*microbatches]  # A second iteration might make others.
-        weights = []
-        try:
-            for microbatch in microbatches:
-                weights.append(compute_weights(weight_fn, microbatch))
-        except Exception as error:
-            note_single_batch(error, microbatches)
-            raise
+    weights: list[Tensor] = []
+    if not isinstance(microbatches, (list, tuple)):
+        if isinstance(microbatches, PreweightedMicrobatches):
+            weights += microbatches.weights(weight_fn)
+            return WeightedMicrobatches(microbatches, weights, sum_weights(weights))
+        microbatches = [*microbatches]  # A second iteration might make others.
+    try:
+        for microbatch in microbatches:
+            weights.append(compute_weights(weight_fn, microbatch))
+    except Exception as error:
+        note_single_batch(error, microbatches)
+        raise
     return WeightedMicrobatches(microbatches, weights, sum_weights(weights))
 
 
