@@ -143,7 +143,7 @@ def _forward_group(
     ``grads`` of the result is empty. Losses are divided by the counts ``total``; if it is None, by
     nothing. The sum of no losses is a scalar zero on the device of ``like``. Microbatches are not
     detached if ``is_recorded``, nor from the first one on that has a graph. Raises ``ValueError``
-    if the group yields more or fewer microbatches than its length.
+    if the group yields more or fewer microbatches than its length, and as ``denominators`` does.
     """
     divisors = None if total is None else denominators(total)
     losses: list[Tensor] = []

@@ -209,7 +209,7 @@ def _describe_mixed(params: Params, microbatch: Microbatch) -> list[str]:
 
 @contextmanager
 def annotate_single_batch(microbatches: Sequence[Microbatch]) -> Iterator[None]:
-    """Adds a note to an error of this context if the group looks like one batch, and raises it."""
+    """Adds a note to an error, as ``note_single_batch`` does, and raises it again."""
     try:
         yield
     except Exception as error:

@@ -113,7 +113,8 @@ def denominators(total: TokenCounts) -> TokenCounts:
 
     The float is float32 for an integer up to 2²⁴ that the host reads, and float64 otherwise. It is
     no clamp: 0.25 stays. The number of microbatches stays, too. Raises ``ValueError`` if the host
-    reads a number that is negative, infinite or NaN: the sum of the weights has overflowed.
+    reads a number that is negative, infinite or NaN: the sum of the weights has overflowed. Where
+    the host does not read it, a negative number or NaN also becomes 1.
 
     >>> denominators(TokenCounts(torch.tensor(0.25), torch.tensor(0))).num_tokens
     tensor(0.2500, dtype=torch.float64)

@@ -155,8 +155,9 @@ def enable_saved_tensors_hooks() -> None:
 def checkpoint_frame() -> Any | None:
     """Returns torch's ``_CheckpointFrame`` of the innermost checkpoint in its first run, or None.
 
-    Checkpoints with ``use_reentrant=True`` do not count, nor do those without grad mode: they have
-    no such frame. It is None, too, if other hooks on saved tensors lie inside that checkpoint.
+    Checkpoints with ``use_reentrant=True`` do not count, nor do those that begin without grad
+    mode: they have no such frame. It is None, too, if other hooks on saved tensors lie inside that
+    checkpoint.
 
     The frame has ``recompute_fn``, which the backward pass calls; RuntimeError if torch's no longer
     has it. A checkpoint puts hooks on what is saved for the backward pass, and their closure has

@@ -258,9 +258,9 @@ def _chunked_grads(ctx: Any, cotangents: tuple[Tensor, ...]) -> list[Tensor | No
     """Computes the gradients of hidden, weight and bias from one chunk of logits at a time.
 
     Each is None if its input needs none. A token whose cotangents are 0 gets exactly zero gradient,
-    even if its hidden state is NaN. For this, a NaN as the cotangent of z alone counts as 0. The
-    cotangents are those of ``LogitStatistics``, and ``ctx`` is that of ``_Statistics``, after its
-    ``forward``.
+    even if its hidden state is NaN. For this, a NaN as the cotangent of z counts as 0 where the two
+    others are 0. The cotangents are those of ``LogitStatistics``, and ``ctx`` is that of
+    ``_Statistics``, after its ``forward``.
     """
     labels, z, hidden, weight, bias = ctx.saved_tensors
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[3:]

@@ -178,13 +178,14 @@ def to_module(
     """Writes params, and buffers, into the module's tensors of the same names.
 
     Other tensors of the module stay as they are. It needs ``buffers=`` if a part in training mode
-    writes to its buffers, as BatchNorm does. Of a DTensor, this rank's part is written. Params may
-    be those of ``from_module``, or those that ``ps.unshard`` makes full. A floating-point buffer is
-    converted to the module's dtype, unless that is complex.
+    tracks running statistics, as BatchNorm does. Of a DTensor, this rank's part is written. Params
+    may be those of ``from_module``, or those that ``ps.unshard`` makes full. A floating-point
+    buffer is converted to the module's dtype, unless that is complex.
 
     Raises ``ValueError``, and writes nothing, for names that the module lacks, for other shapes or
-    dtypes, and for shards or donated params. It also does so if a buffer that the module writes to
-    is missing. Raises ``TypeError`` if ``module`` is no module, or the others are no mappings.
+    dtypes, and for donated params. It also does so for a ``Shard``, unless its axis is the mesh of
+    the module's DTensor. It does so if such statistics are missing, and for any BatchNorm without
+    them. Raises ``TypeError`` if ``module`` is no module, or the others are no mappings.
 
     >>> module = torch.nn.Linear(1, 1)
     >>> to_module({"bias": torch.tensor([3.0])}, module)

@@ -115,10 +115,10 @@ def elementwise(
         rule: ``rule(ops, step, *hyperparams)`` returns the formula, written with the operations of
             ``ops``, an ``Arithmetic``. The step counts from 1; None without a field ``step``.
         fused: a kernel for the formula of an Optimizer, whose two hyperparameters are the learning
-            rate and the weight decay. ``update_`` runs it on the rows whose layout it takes, unless
-            a hyperparameter or gradient requires grad.
-        reads_params: whether the formula needs params. If not, ``update`` takes None for them, too,
-            and the formula gets gradients in their place.
+            rate and the weight decay. ``update_`` runs it on the rows whose layout it takes, if
+            there is a field ``step``, unless a hyperparameter or gradient requires grad.
+        reads_params: whether the formula needs params. If not, ``update`` takes None for them, too:
+            the formula then gets gradients in their place.
     """
     fields = StateFields(state_type, reads_params)
     is_transform = cls is Transform

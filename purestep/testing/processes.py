@@ -208,7 +208,7 @@ def _pickle_error(error: Exception) -> bytes:
     """Pickles ``(True, error)``, which tells an exception that was raised from one returned.
 
     An error that cannot be pickled and loaded becomes a ``RuntimeError`` of its text and its notes.
-    It must have notes.
+    Such an error must have notes.
     """
     try:
         pickled = pickle.dumps((True, error))
