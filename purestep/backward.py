@@ -130,6 +130,8 @@ def make_backward(
         # That of a parameter that was frozen since, too: an optimizer goes on moving it.
         for parameter in model.parameters():
             parameter.grad = None
+        if not tree.is_plain_eager():
+            raise _recorded_error()
         parameters = trainable_parameters(model)
         dtypes = [parameter.grad_dtype for parameter in parameters.values()]
         values = {name: parameter.detach() for name, parameter in parameters.items()}
@@ -208,7 +210,12 @@ def _refuse_graph(
     accumulator: GradAccumulator,
     on_grad_ready: GradHook | None,
 ) -> NoReturn:
-    raise ValueError(
+    raise _recorded_error()
+
+
+def _recorded_error() -> ValueError:
+    """Returns the error for a backward pass that a graph, a transform or a compiler records."""
+    return ValueError(
         "backward() runs where nothing records: a microbatch has a graph, or torch.func or a "
         "compiler is around it. Detach the data, or differentiate by ps.from_module(model) and "
         "ps.make_update_step"

@@ -406,3 +406,22 @@ def mean_loss(model: Any, microbatch: Any) -> Tensor:
 def test_a_mean_is_refused() -> None:
     with pytest.raises(ValueError, match='reduction="none"'):
         ps.make_backward(make_model(), mean_loss)(make_group([2]))
+
+
+@pytest.mark.parametrize("sizes", [[], [4]])
+def test_a_call_that_something_records_is_refused(sizes: list[int]) -> None:
+    """Leaves no wrapped gradient behind, also if there is no microbatch."""
+    model = make_model()
+    group = make_group(sizes)
+    backward = ps.make_backward(model, loss_fn)
+
+    def recorded(x: Tensor) -> Tensor:
+        backward(group)
+        return x.sum()
+
+    compiled = torch.compile(recorded, backend="eager")
+    around = [torch.func.grad(recorded), torch.vmap(recorded), compiled]
+    for call in around:
+        with pytest.raises(ValueError, match="where nothing records"):
+            call(torch.ones(2))
+        assert not any(gradients(model).values())

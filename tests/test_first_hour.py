@@ -552,6 +552,13 @@ def test_negative_numbers_are_refused(name: str) -> None:
         NEGATIVE[name]()
 
 
+def test_nan_is_no_number() -> None:
+    with pytest.raises(ValueError, match="b1=nan is no number"):
+        ps.optim.scale_by_adam(
+            b1=math.nan,
+        )
+
+
 @pytest.mark.parametrize("name", ["b1", "b2"])
 def test_decays_of_means_are_below_one(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}=1.0 must be below 1"):

@@ -36,11 +36,11 @@ PRIVATE = 19
 """Private names of torch's."""
 
 SEAMS = {
-    "tree/tracing.py": 10, "tree/norms.py": 3, "tree/ops.py": 1, "tree/spec.py": 4,
+    "tree/tracing.py": 10, "tree/norms.py": 3, "tree/ops.py": 1, "tree/spec.py": 2,
     "axis/primitives.py": 1, "axis/mesh.py": 1, "axis/process.py": 2, "sharding/gather.py": 1,
     "sync/multi_program.py": 1, "sync/session.py": 1, "sync/replicas.py": 1,
     "grads/accumulate.py": 4, "grads/scan.py": 1, "grads/inplace.py": 1, "grads/functional.py": 3, "grads/grad_and_value.py": 1,
-    "evaluation.py": 2, "step.py": 6, "validation.py": 4, "counts.py": 3, "remat.py": 2,
+    "backward.py": 1, "evaluation.py": 2, "step.py": 6, "validation.py": 4, "counts.py": 3, "remat.py": 2,
     "nn/from_module.py": 1, "nn/dropout.py": 1, "nn/rebuild.py": 1, "nn/copied_functions.py": 1, "nn/traced_objects.py": 1, "nn/units.py": 1, "nn/tensor_parallel.py": 1,
     "optim/arithmetic.py": 1, "optim/partition.py": 1, "optim/torch_optim.py": 1,
     "optim/wrappers.py": 1,

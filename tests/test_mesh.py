@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import purestep as ps
 from purestep import tree
 from purestep.nn.tensor_parallel import axis_of
+from purestep.testing import ThreadAxis
 from purestep.testing.processes import World, values
 from support.ranks import Run
 from support.strategies import assert_same
@@ -166,7 +167,9 @@ def check_axes_of_two_meshes(rank: int) -> None:
     with pytest.raises(ValueError, match="make both axes of one mesh"):
         both.complement(ps.MeshAxis(other_grid, "cp"))
     dp_axis = ps.MeshAxis(grid(), "dp")
-    for axis, inner in [(both, both), (dp_axis, ps.MeshAxis(grid(), "cp"))]:
+    cp_axis = ps.MeshAxis(grid(), "cp")
+    nameless = ThreadAxis(2)  # It has no dimensions.
+    for axis, inner in [(both, both), (dp_axis, cp_axis), (both, nameless)]:
         with pytest.raises(ValueError, match="not one or several of its dimensions"):
             axis.complement(inner)
     dp = both.complement(ps.MeshAxis(grid(), "cp"))

@@ -147,9 +147,9 @@ REFUSED = {
     "mine.py:right": "'mine.py:right' is not of the form MODULE:TRAINER",
     "mine:__name__": "mine:__name__ is str, neither a trainer nor a function",
     "mine:divided_once": "missing a required argument.*ps.testing.loop",
-    "mine:right --trainer-cases few": "cases is 'few', which is no number",
+    "mine:right --trainer-cases few": "cases is 'few', which is no whole number",
     "mine:right --trainer-cases 0": "cases is 0, and every law would hold in none",
-    "mine:right --trainer-seed tomorrow": "seed is 'tomorrow': it is a number",
+    "mine:right --trainer-seed tomorrow": "seed is 'tomorrow': it is a whole number",
     "mine:right --trainer-accept none.txt": "No such file.*none.txt",
 }
 REFUSE = f"""

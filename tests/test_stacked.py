@@ -287,3 +287,12 @@ def test_a_compiled_group_whose_losses_do_not_depend_on_params_is_refused() -> N
         # torch 2.11 shows no message of an error in a loop.
         with pytest.raises(Exception, match=r"do not depend on params|'ValueError'"):
             run(params, sgd.init(params), group)
+
+
+def test_an_empty_stacked_group_compiles() -> None:
+    group = ps.stack(make_group(2))[:0]
+    step = ps.make_update_step(loss_fn, OPTIMIZER)
+    compiled = ps.compile(step, fullgraph=True, backend="eager")
+    state = OPTIMIZER.init(PARAMS)
+    expected = step(PARAMS, state, group)
+    assert_same(compiled(PARAMS, state, group), expected)

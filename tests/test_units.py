@@ -595,3 +595,37 @@ def test_a_further_block_adds_its_shard_of_the_gradients_alone(
     """
     few, many = (peak_bytes(number, 64, num_earlier, **WAYS[way]) for number in (8, 16))
     assert many - few <= 8 / 2 + 2
+
+
+class Rotates(Block):
+    """Multiplies by the conjugate of complex numbers that do not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = torch.arange(2.0 * WIDTH, dtype=torch.float64).view(WIDTH, 2)
+        turns = torch.view_as_complex(parts)
+        self.turns = nn.Parameter(turns, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.complex(super().forward(x), x)
+        turned = y.square() * self.turns.conj()
+        return turned.real
+
+
+def test_a_conjugated_param_of_a_unit_is_saved_as_it_is() -> None:
+    model = Model(1)
+    model.blocks[0] = Rotates()
+    params, apply = ps.from_module(model, units=is_block)
+    x = make_rows(1).requires_grad_()
+    expected = torch.autograd.grad(model(x).sum(), x)
+    axis = ThreadAxis(2)
+
+    def program(_: int) -> Any:
+        shards = ps.shard(params, axis)
+        frozen = ps.shard(apply.frozen, axis)
+        rows = x.detach().requires_grad_()
+        loss = apply(shards, rows, frozen=frozen).sum()
+        return torch.autograd.grad(loss, rows)
+
+    for gradient in axis.map(program)([0, 1]):
+        assert_same(gradient, expected)

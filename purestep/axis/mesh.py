@@ -109,7 +109,10 @@ class MeshAxis(ProcessAxis):
 
     @property
     def num_collectives(self) -> int | None:
-        """Counts the collectives that the device's backend has begun; None if it does not count."""
+        """Counts the collectives that the process group's backend for the device has begun.
+
+        Returns None if that does not count.
+        """
         return torch_private.count_collectives(self._group, self.device)
 
     @property
@@ -185,7 +188,7 @@ class MeshAxis(ProcessAxis):
         """
         dims = getattr(inner, "dims", ())
         others = tuple(dim for dim in self.dims if dim not in dims)
-        if not others or len(others) + len(dims) != len(self.dims):
+        if not dims or not others or len(others) + len(dims) != len(self.dims):
             raise ValueError(
                 f"a tensor is sharded over {inner}, a part of {self} but not one or several of its "
                 f"dimensions {self.dims}: make both axes of one mesh, by the names of its "

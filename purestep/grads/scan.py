@@ -28,12 +28,12 @@ from purestep.types import GradSums, TokenCounts, WeightFn
 def is_scanned(group: WeightedMicrobatches, leaves: Sequence[Tensor]) -> bool:
     """Returns whether a compiler would trace a group as one loop body, instead of unrolling it.
 
-    It does not ask whether a compiler is tracing. False unless the group is ``Stacked``, and for a
-    single microbatch. False, too, where autograd or a transform may differentiate params or batch.
-    In a trace, any transform counts, a ``vmap`` too.
+    It does not ask whether a compiler is tracing. False unless the group is ``Stacked``, of two
+    microbatches at least. False, too, where autograd or a transform may differentiate params or
+    batch. In a trace, any transform counts, a ``vmap`` too.
     """
     microbatches = group.microbatches
-    if not isinstance(microbatches, Stacked) or len(microbatches) == 1:
+    if not isinstance(microbatches, Stacked) or len(microbatches) < 2:
         return False
     return not tree.may_be_differentiated(tree.leaves((leaves, microbatches.batch)))
 

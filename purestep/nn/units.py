@@ -87,8 +87,8 @@ def find_units(
     that lies in two units, or in one and outside of it, leaves its params to the innermost unit
     around both places. The params of no unit are the root's. So are those that a tuple, set,
     partial, closure or weak reference holds by itself, as in ``nn.LSTM``. So are those in a dict
-    whose keys are modules, params or ids of these. ``tensors`` are those of the recipe, in its
-    order.
+    whose keys are modules, params or ids of these, and those whose ``id`` a part holds. ``tensors``
+    are those of the recipe, in its order.
 
     Raises ``ValueError`` if ``units`` chooses no part, or one that is not called itself, as a
     ``ModuleList``. The module as a whole cannot be chosen. None gives an empty list. Raises
@@ -465,7 +465,7 @@ def _make_hooks(
 
     A view in the param's dtype is packed as a description. To unpack it, the params are gathered if
     they are not yet. Other tensors go through the hooks that were active before. A view in another
-    dtype is among them, and keeps its param.
+    dtype is among them, or a conjugated one, and keeps its param.
     """
     names = {}
     for name, param in params.items():
@@ -479,7 +479,7 @@ def _make_hooks(
         view = local_part(x)
         if type(view) is Tensor and view.layout is torch.strided:
             name = names.get(view.untyped_storage().data_ptr())
-        if name is None or view.dtype != dtypes[name]:
+        if name is None or view.dtype != dtypes[name] or view.is_conj():
             return outer_pack(x)
         dtensor = spec_of(x) if is_dtensor(x) else None
         offset = int(view.storage_offset())

@@ -78,7 +78,7 @@ def check_rate(learning_rate: object) -> None:
 
 
 def check_hyperparams(**hyperparams: object) -> None:
-    """Raises ValueError for a number below 0, and TypeError for what is neither number nor tensor.
+    """Raises ValueError for a number below 0 or NaN, TypeError unless it is a number or a tensor.
 
     Tensors pass whatever their values are, and so do functions of the step.
 
@@ -92,6 +92,8 @@ def check_hyperparams(**hyperparams: object) -> None:
             continue
         if not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        if math.isnan(float(value)):
+            raise ValueError(f"{name}={value} is no number, such as 0.1")
         if float(value) < 0:
             hint = ""
             if name == "learning_rate":
@@ -299,7 +301,7 @@ def _as_whole(name: str, steps: Any) -> Any:
 
 
 def _check_whole(name: str, steps: Tensor | float) -> None:
-    """Raises ValueError for a number that is not whole; infinity and tensors pass."""
+    """Raises ValueError for a number that is not whole; positive infinity and tensors pass."""
     # An int first: a compiler would make a constant of it. Infinity is a boundary that never comes.
     if isinstance(steps, Tensor | int) or steps == math.inf:
         return

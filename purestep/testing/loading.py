@@ -56,21 +56,23 @@ def parse_laws(text: str) -> list[str]:
 
 
 def parse_cases(text: str) -> int:
-    """Returns the number that a text is; raises ``ValueError`` for another text."""
+    """Returns the whole number that a text is; raises ``ValueError`` for another text."""
     try:
         return int(text)
     except ValueError as error:
-        raise ValueError(f"cases is {text!r}, which is no number") from error
+        raise ValueError(f"cases is {text!r}, which is no whole number") from error
 
 
 def parse_seed(text: str) -> Seed:
-    """Returns "today", or the number that the text is; raises ``ValueError`` for another text."""
+    """Returns "today", or the whole number that a text is; raises ``ValueError`` for others."""
     if text == "today":
         return "today"
     try:
         return int(text)
     except ValueError as error:
-        raise ValueError(f'seed is {text!r}: it is a number, or "today"') from error
+        raise ValueError(
+            f'seed is {text!r}: it is a whole number, or "today"'
+        ) from error
 
 
 def writable_path(text: str) -> Path:
