@@ -23,9 +23,10 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
     one block's activations are alive, for one more forward pass. Values and gradients are those of
     ``fn``. ``remat`` is ``torch.utils.checkpoint`` of trees, with ``use_reentrant=False``:
 
-    * It refuses an argument that is written to, by ``fn`` or before the backward pass. It cannot
-      see writes to tensors that ``fn`` closes over: pass them as arguments. Nor does it see writes
-      to tensors inside a leaf, as in a ``UserDict`` or a dataclass.
+    * Where the backward pass computes ``fn`` again, it refuses an argument that ``fn`` or later
+      code has written to. It cannot see writes to tensors that ``fn`` closes over: pass them as
+      arguments. Nor does it see writes to tensors inside a leaf, as in a ``UserDict`` or a
+      dataclass.
     * torch's global generators, those of the host and of the arguments' device, and keys give the
       same random numbers again. A ``torch.Generator`` among the leaves of the arguments raises
       ``TypeError``.

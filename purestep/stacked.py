@@ -47,7 +47,10 @@ class Stacked(Sequence[Microbatch]):
         return len(tree.leaves(self.batch)[0])
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns one microbatch, made of views; for a slice, a ``Stacked`` of its microbatches."""
+        """Returns one microbatch, made of views; for a slice, a ``Stacked`` of its microbatches.
+
+        Raises ``ValueError`` for a slice with a negative step, as a tensor does.
+        """
         selected = tree.map(lambda leaf: leaf[index], self.batch)
         return Stacked(selected) if isinstance(index, slice) else selected
 

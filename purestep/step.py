@@ -362,9 +362,10 @@ def _make_graph_check(
 ) -> Callable[..., None]:
     """Makes the function that checks arguments of a compiled step: a trace has no values.
 
-    It calls ``check`` at the first call; with ``donate``, at the first one for each structure of
-    params and state. Leaves that share memory would be written over twice, so with ``donate`` each
-    call compares objects. It does nothing unless it gets three arguments.
+    It calls ``check`` until one call has passed. With ``donate``, it does so for each structure of
+    params and state that is not among the last eight; a dict of another kind may pass for a known
+    one. Leaves that share memory would be written over twice, so with ``donate`` each call compares
+    objects. It does nothing unless it gets three arguments.
     """
     seen_specs: deque[tree.TreeSpec] = deque(maxlen=8)
 
@@ -372,8 +373,8 @@ def _make_graph_check(
         if len(args) != 3 or (seen_specs and not donate):
             return  # The step says what is missing.
         donated: Any = args[:2]
-        # By the only structure so far: to make a spec takes ten times as long, a tenth of a small
-        # step. With several it is made, since a mismatch prints all leaves.
+        # By the only structure so far: to make a spec takes three to ten times as long, a tenth of
+        # a small step. With several it is made, since a mismatch prints all leaves.
         leaves = None
         if len(seen_specs) == 1:
             leaves = tree.tensors_matching(seen_specs[0], donated)

@@ -434,10 +434,10 @@ def warn_of_probabilities(nodes: set[Any]) -> None:
     """Warns if these nodes have a softmax before a cross entropy, or a sigmoid before a binary one.
 
     The binary one is ``binary_cross_entropy_with_logits``: a sigmoid before
-    ``binary_cross_entropy`` is right. Copies, casts and most views between them are passed
-    over, but not ``expand``, ``split`` or ``unbind``. A log-softmax before a cross entropy changes
-    nothing, and does not warn. Nor does a softmax that no loss of labels reads, as in an entropy. A
-    cross entropy whose targets are probabilities is not checked.
+    ``binary_cross_entropy`` is right. Clones, casts, most views and most indexing between them are
+    passed over, but not ``copy_``, ``expand``, ``split`` or ``unbind``. A log-softmax before a
+    cross entropy changes nothing, and does not warn. Nor does a softmax that no loss of labels
+    reads, as in an entropy. A cross entropy whose targets are probabilities is not checked.
     """
     for node in nodes:
         name = node.name()
@@ -466,7 +466,7 @@ def warn_of_probabilities(nodes: set[Any]) -> None:
 def _source_of(node: Any) -> Any:
     """Returns the node that computes the values of a node's first input; None if there is none.
 
-    It passes over copies, casts, most views and most indexing of these values: all nodes that
+    It passes over clones, casts, most views and most indexing of these values: all nodes that
     ``_PASSES_VALUES`` finds. ``expand``, ``split`` and ``index_select`` are not among them.
     """
     source = node.next_functions[0][0]

@@ -242,9 +242,9 @@ def _check_at_least(name: str, number: int, minimum: int) -> None:
 def prune_checkpoints(path: Path, keep: int, group: Group) -> None:
     """Removes all but the last ``keep`` checkpoints in the folder of ``path``, on the first rank.
 
-    ``path`` is a checkpoint. Files and folders that killed programs left of steps before it are
-    removed too. The other ranks do nothing, and do not wait. If another program removes the same
-    files, the rest may stay.
+    ``path`` is the last checkpoint there, and ``keep`` at least 1. Files and folders that killed
+    programs left of steps before it are removed too. The other ranks do nothing, and do not wait.
+    If another program removes the same files, the rest may stay.
     """
     if not is_first(group):
         return

@@ -37,8 +37,8 @@ def set_graph_step(
 ) -> None:
     """Attaches to a step the function that ``compile`` traces instead, and a check of each call.
 
-    ``check(*args)`` raises unless the step takes these arguments. In a trace, as of a function that
-    makes a step, nothing is attached.
+    ``check(*args)`` runs before each call, and may raise for its arguments. In a trace, as of a
+    function that makes a step, nothing is attached.
     """
     if torch.compiler.is_dynamo_compiling():
         return

@@ -262,7 +262,7 @@ def clone_aliased(
 
 
 def _addresses_in(leaf: Any) -> Iterator[int]:
-    """Yields the addresses of the tensors in a leaf, such as a dataclass, or a subclass's own."""
+    """Yields the addresses of storages in a leaf, such as a dataclass, or a subclass's own."""
     for tensor in tensors_in(leaf):
         # A subclass may refuse the call by any error.
         with suppress(Exception):

@@ -141,7 +141,8 @@ def _keep_for_recomputation(cells: tuple[CellType, ...]) -> None:
 def _call_without_layers(function: FunctionType, args: Any, kwargs: Any) -> Any:
     """Calls a function whose closure has lost a layer, so that a cell of it is empty.
 
-    Raises ``ReferenceError`` if the function reads such a cell. Other errors pass.
+    Raises ``ReferenceError`` for a ``NameError`` that names a free variable of the function, as
+    one for such a cell does. Other errors pass, and so does what a generator raises later.
     """
     try:
         return function(*args, **kwargs)

@@ -599,9 +599,9 @@ def _as_parameter(p: Tensor) -> Tensor:
     the graph. Of any other plain leaf of autograd, an alias is returned, except in half precision.
     There a leaf's gradient is summed in float32, but that of an alias is not.
 
-    All else is returned as it is, such as casts of a param, and what ``unshard`` returns. These are
-    not in the params' memory, and ``forbid_module_recompute`` raises for an ``nn.Parameter`` in
-    other memory.
+    All else is returned as it is, such as casts of a param and results of ``unshard`` that have a
+    graph. These are not in the params' memory, and ``forbid_module_recompute`` raises for an
+    ``nn.Parameter`` in other memory.
     """
     if is_leaf_of_step(p):
         setattr(p, PARAMETER_MARK, True)

@@ -51,9 +51,10 @@ def give_dicts(attributes_of_parts: Iterable[dict[str, Any]]) -> None:
 
 
 def count_registered() -> int:
-    """Returns how many hooks this process has registered with torch so far, removed ones included.
+    """Returns how many handles of hooks this process has made so far, removed ones included.
 
-    It counts all that have a ``RemovableHandle``: hooks of modules, of tensors and of optimizers.
+    It counts each ``RemovableHandle``: of hooks of modules, tensors, optimizers and nodes of
+    autograd. A hook may have several.
     """
     number: int = RemovableHandle.next_id
     return number

@@ -250,7 +250,9 @@ class _RecipeBuilder:
             self.recipe.rekeyed_entries.append((number, key_position, position))
 
     def add_cached_methods(self) -> None:
-        """Adds methods with ``functools.cache`` to the recipe: copies get them without a cache.
+        """Adds methods with ``functools.cache`` or ``lru_cache`` to the recipe.
+
+        Copies get them without a cache.
 
         The class's cache would keep the copies of each call, as its arguments.
         """

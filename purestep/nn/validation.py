@@ -119,8 +119,8 @@ def _check_memory(
     """Raises ``ValueError`` if the memory of a param overlaps that of another one of ``tensors``.
 
     ``tensors`` are the params and all others. With ``b.weight.data = a.weight.data``, an optimizer
-    that updates ``a.weight`` updates both. A tensor with gaps counts by its first element. Two
-    tensors that do not train may share memory.
+    that updates ``a.weight`` updates both. A tensor with gaps or expanded
+    dimensions counts by its first element. Two tensors that do not train may share memory.
     """
     spans = []
     for name, tensor in tensors.items():

@@ -192,8 +192,8 @@ class StateFields:
     def init_state(self, params: Params) -> OptState:
         """Returns the state before the first step: zeros in each slot, and step 0 if it has a step.
 
-        The zeros are trees like the params, in float32 at least. Raises TypeError unless the leaves
-        of params are tensors.
+        The zeros are trees like the params, in their accumulation dtypes: in float32 at least for
+        floating-point params. Raises TypeError unless the leaves of params are tensors.
         """
         check_tensor_params(params)
         step = make_step_counter(params) if self.has_step else None

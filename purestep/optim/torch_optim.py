@@ -27,7 +27,7 @@ PURE_NAMESAKES = {
 """The calls that do the same by plain arithmetic."""
 
 PURE_OPTIMIZERS = (
-    "ps.optim.sgd, adamw or lion, a chain of transforms, or an ps.optim.Optimizer of "
+    "ps.optim.sgd, adamw or lion, a chain of transforms, or a ps.optim.Optimizer of "
     "your own"
 )
 """Optimizers that are always plain arithmetic."""
@@ -75,8 +75,8 @@ def from_torch(
     tensors and None.
 
     Args:
-        algorithm: the class, such as ``torch.optim.RMSprop``. One whose step needs a closure or
-            sparse gradients raises ``TypeError``.
+        algorithm: the class, such as ``torch.optim.RMSprop``. One whose step takes a ``closure``
+            without a default, or sparse gradients alone, raises ``TypeError``.
         lr: a number, a scalar tensor or a schedule; others raise ``TypeError``. None: the
             algorithm's default.
         settings: as the class takes them, ``foreach=`` and ``fused=`` included. Raises
@@ -161,8 +161,9 @@ def check_not_differentiable(factory: OptimizerFactory) -> None:
 def check_algorithm(algorithm: Any) -> None:
     """Raises TypeError unless this is a class of ``torch.optim.Optimizer``.
 
-    A class whose step needs a closure raises, and so does ``SparseAdam``. Other classes pass, even
-    if their state is not made of tensors, for which ``init`` raises.
+    A class whose step has a parameter ``closure`` without a default raises, and so do
+    ``SparseAdam`` and its subclasses. Other classes pass. For one whose state is not made of
+    tensors, ``init`` raises; an error of its step without a closure passes through ``init``.
     """
     is_class = isinstance(algorithm, type)
     if not is_class or not issubclass(algorithm, torch.optim.Optimizer):
@@ -198,7 +199,7 @@ class OptimizerFactory:
 
     @property
     def alternative(self) -> str:
-        """Returns the text that names a pure optimizer instead, for errors about derivatives."""
+        """Returns the text that names pure optimizers to take, for errors about derivatives."""
         if self.name in PURE_NAMESAKES:
             return f"ps.optim.{PURE_NAMESAKES[self.name]}, which is plain arithmetic"
         return PURE_OPTIMIZERS

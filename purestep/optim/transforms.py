@@ -119,7 +119,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         ν ← b₂ ν + (1 − b₂) g²
         u = μ̂ / (√ν̂ + ε)      where μ̂ = μ / (1 − b₁ᵗ), ν̂ = ν / (1 − b₂ᵗ)
 
-    Raises ``ValueError`` for negative numbers, and unless ``b1`` and ``b2`` are below 1.
+    Raises ``ValueError`` for negative numbers, and for a number from 1 on as ``b1`` or ``b2``.
 
     >>> transform = scale_by_adam()
     >>> params = {"w": torch.tensor([0.0, 0.0])}
@@ -169,7 +169,7 @@ def add_decayed_weights(
 
     Without a mask, all leaves decay. With one, the transform is a ``partition``. The mask is a tree
     of bools like the params, a prefix of it, or a function from params to one. Raises
-    ``ValueError`` for a negative number.
+    ``ValueError`` for a negative number; a tensor passes, whatever its value.
 
     >>> decay = add_decayed_weights(0.1, lambda params: tree.map(lambda p: p.ndim > 1, params))
     >>> params = {"bias": torch.ones(1), "weight": torch.ones(1, 1)}

@@ -175,7 +175,8 @@ def make_reduce_scatter(
 
     ``hook(index, grad)`` takes a final gradient. One in ``shard_specs`` it copies to a bucket, and
     returns expanded zeros in its place. It returns any other as it is. By the hook, full buckets
-    are launched while the backward pass runs.
+    are launched while the backward pass runs. None is launched early if the loss has run a
+    collective, or if the backend does not count collectives.
 
     The hook is None without shards, where ranks run one program, and under a transform, a compiler
     or autograd. There, the function scatters gradients one by one, and writes to the list.

@@ -94,7 +94,7 @@ def pack_rows(x: Tensor, shard_spec: ShardSpec, num_rows: int) -> Tensor:
     """Packs a shard into one row, or a full tensor into one row for each rank.
 
     Returns a matrix of ``num_rows`` rows: 1 for a shard, else the number of ranks. Zeros pad the
-    shorter rows. A sparse tensor is made dense.
+    shorter rows. A sparse COO tensor is made dense.
     """
     # Shards are padded behind their last entry, and all that are shorter come last.
     if x.is_sparse:

@@ -352,7 +352,7 @@ class MultiProgramSession:
         return loss.dtype
 
     def _reduced_grads(self, grads: list[Tensor], params: Params) -> Tree:
-        """Returns the tree of all ranks' sums from the buckets, with the strides of params.
+        """Returns the tree of all ranks' sums from the buckets, in the memory order of params.
 
         Leaves in no bucket are those of ``grads``: the loss has reduced them.
         """

@@ -160,9 +160,10 @@ class SPMDSession:
         return total
 
     def params_for_loss(self, params: Params, shard_specs: ShardSpecs) -> Params:
-        """Marks the params by ``pvary``; with ``gather="step"``, gathers shards over the axis.
+        """Marks params by ``pvary``, a sharded one only over the other ranks of the axis.
 
-        Shards over other axes become this rank's local tensors.
+        With ``gather="step"``, it gathers shards over the axis or a subaxis. Shards over other axes
+        become this rank's local tensors.
         """
         return params_for_loss(params, self.axis, self.gather)
 

@@ -31,8 +31,8 @@ def agree(trainer: Trainer, case: Case) -> bool:
     """Returns whether all ranks of the second run end with the first run's params, to the bit.
 
     With as many ranks in both runs, each rank's bits are compared with those of the same rank; else
-    all are compared with rank 0. Without a first run, the reference trainer does the second one in
-    its place.
+    all are compared with rank 0. Zeros of either sign count as equal, and so do all NaN. Without a
+    first run, the reference trainer does the second one in its place.
 
     Up to rounding, all ranks of both runs must agree with rank 0 of the first one. An update that
     is not SGD can enlarge roundings without a bound, as the sign of a gradient near zero does. So

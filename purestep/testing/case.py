@@ -67,8 +67,8 @@ class Case:
     def describe(self) -> str:
         """Returns the case in words: both labels, SGD's numbers that are not 0, and the updates.
 
-        The updates are those of the run that has more of them. The start of a ``Linear`` is
-        described, too.
+        The updates are those of the run that has more of them. Without ``first``, "the equation"
+        stands for its label. The start of a ``Linear`` is described, too.
         """
         first = "the equation" if self.first is None else self.first.label
         words = [f"{first} against {self.second.label}"]

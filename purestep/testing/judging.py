@@ -312,8 +312,9 @@ def _judge_part(
     From the first wrong case on, it draws simpler ones, and reports the simplest. A refusal does
     not end the search: the verdict is "refuses" only if no case is wrong. Refused cases count in
     ``coverage``, but not in ``cases``, and so do cases in which the claim raises ``UnaskedError``.
-    If every case raises ``UnaskedError``, the first such error is raised. So are errors of drawing
-    a case, and errors of the claim other than ``DisagreementError`` and ``RefusalError``.
+    If every case raises ``UnaskedError``, the first such error is raised. Errors of drawing a case
+    are raised, and so are other errors of the claim. Another ``AssertionError`` first begins the
+    search for simpler cases, whose error may replace it.
     """
     coverage: dict[str, Counter[Any]] = defaultdict(Counter)
     exact: list[bool] = []

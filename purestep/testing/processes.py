@@ -171,7 +171,8 @@ def _serve(
     """Joins the gloo group, and then runs each function that it receives, and sends the result.
 
     If a function raises an ``Exception`` or cannot be loaded, it sends the exception, with its
-    traceback as a note, and ends the process. So it does if the result cannot be pickled. With
+    traceback as a note, and ends the process. So it does if the result cannot be pickled. An
+    exception that cannot be pickled is sent as ``_pickle_error`` says. With
     ``strict``, warnings are errors, but for two of torch's. In this process torch computes on one
     thread.
     """

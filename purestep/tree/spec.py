@@ -167,8 +167,9 @@ def leaves_matching(spec: TreeSpec, tree: Tree) -> list[Any]:
 def tensors_matching(spec: TreeSpec, tree: Tree) -> list[torch.Tensor] | None:
     """Returns the leaves of a tree of tensors in the order of ``spec``; None if containers differ.
 
-    Outside of a trace, dicts of all kinds pair by key, an ``OrderedDict`` too, and it also returns
-    None if a leaf is no tensor. It takes a tenth of the time of ``flatten``, which makes a spec.
+    Outside of a trace, a dict, an ``OrderedDict`` and a ``defaultdict`` pair by key. Deques pair
+    whatever their ``maxlen``. It then also returns None if a leaf is no tensor. It takes a third to
+    a tenth of the time of ``flatten``, which makes a spec.
 
     >>> tensors_matching(flatten({"a": 1, "b": 2})[1], {"b": torch.ones(1), "a": torch.zeros(1)})
     [tensor([0.]), tensor([1.])]

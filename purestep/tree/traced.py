@@ -60,7 +60,7 @@ class TracedSpec(NamedTuple):
         return self.node is None
 
     def entries(self) -> list[Any]:
-        """Returns the keys, indices or fields of the children."""
+        """Returns the entries of the children: keys of a dict, indices of a list or NamedTuple."""
         return [] if self.node is None else list(self.node[2])
 
     def children(self) -> list[TracedSpec]:
