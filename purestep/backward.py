@@ -172,13 +172,14 @@ def check_can_set_grads(model: object) -> None:
         )
     for name, module in model.named_modules():
         class_name = type(module).__name__
+        bases = {cls.__name__ for cls in type(module).__mro__}
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise TypeError(
                 f"{name or 'model'} is a {class_name}, which reduces gradients in each backward "
                 "pass: pass the module inside, .module, and axis=ps.MeshAxis(mesh, ...), which "
                 "reduces once"
             )
-        if class_name == "FullyShardedDataParallel" or hasattr(
+        if "FullyShardedDataParallel" in bases or hasattr(
             module, "set_requires_gradient_sync"
         ):
             raise TypeError(

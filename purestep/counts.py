@@ -291,9 +291,10 @@ def has_tokens(counts: TokenCounts) -> bool:
 def validate_weights(weights: Tensor) -> Tensor:
     """Checks weights, and returns them detached; unsigned ones beyond 8 bits become int64.
 
-    Raises ``TypeError`` unless they are a tensor that is not complex. Raises ``ValueError`` on the
-    host for negative and non-finite values, and if integers sum to more than 2⁵³. Under a ``vmap``,
-    that is the sum over its whole batch. On an accelerator and under ``torch.compile``, values go
+    Raises ``TypeError`` unless they are a tensor that is not complex. Sparse and 8-bit
+    floating-point weights raise torch's ``NotImplementedError``. Raises ``ValueError`` on the host
+    for negative and non-finite values, and if integers sum to more than 2⁵³. Under a ``vmap``, that
+    is the sum over its whole batch. On an accelerator and under ``torch.compile``, values go
     unchecked. So do those of subclasses of ``Tensor``, such as fake tensors and ``nn.Parameter``.
 
     >>> validate_weights(torch.tensor([2**53, 0])).sum() == 2**53

@@ -167,8 +167,8 @@ def as_loss_output(output: object) -> LossOutput:
     """Makes a ``LossOutput`` of what a loss returns: its losses alone, or a ``LossOutput``.
 
     An ``aux`` of None becomes ``()``. Raises ``TypeError`` unless losses are a floating point
-    tensor and ``aux`` has tensors only. Raises ``ValueError`` unless ``microbatch_loss`` is None or
-    a tensor without dimensions.
+    tensor, and each leaf of ``aux`` is a tensor; None in it is no leaf. Raises ``ValueError``
+    unless ``microbatch_loss`` is None or a real tensor without dimensions.
     """
     terms = output
     if not isinstance(terms, LossOutput):
@@ -181,13 +181,14 @@ def as_loss_output(output: object) -> LossOutput:
             f"ps.LossOutput(losses, microbatch_loss=..., aux=...); got {actual}"
         )
     term = terms.microbatch_loss
-    if term is not None and (not isinstance(term, Tensor) or term.ndim != 0):
+    is_scalar = isinstance(term, Tensor) and term.ndim == 0 and not term.is_complex()
+    if term is not None and not is_scalar:
         text = type(term).__name__
         if isinstance(term, Tensor):
-            text = f"shape {tuple(term.shape)}"
+            text = tree.format_leaf(term)
         raise ValueError(
-            f"LossOutput.microbatch_loss must be a scalar tensor, got {text}; what has one value "
-            "per token belongs into LossOutput.losses"
+            f"LossOutput.microbatch_loss must be a real scalar tensor, got {text}; what has one "
+            "value per token belongs into LossOutput.losses"
         )
     if terms.aux is None:
         return terms._replace(aux=())

@@ -84,8 +84,8 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
 def fold_in(key: _K, data: SupportsIndex | Tensor) -> _K:
     """Makes a new key from a key and a number: of the step, the layer, the call.
 
-    Tensors broadcast. ``PackedKeys`` keep their positions. Raises ``TypeError`` unless the number
-    is of an integer type.
+    Tensors broadcast. ``PackedKeys`` keep their positions. Of a number, the lowest 64 bits count.
+    Raises ``TypeError`` unless it is of an integer type.
 
     >>> a, b = fold_in(key(0), torch.arange(2))
     >>> bool(a != b), bool(b == fold_in(key(0), 1))
@@ -111,7 +111,7 @@ def fold_in(key: _K, data: SupportsIndex | Tensor) -> _K:
 def split(key: Tensor, number: int = 2) -> Tensor:
     """Makes ``number`` new keys of each key, along a new last dimension.
 
-    Raises ``ValueError`` for a negative number and for a float.
+    Raises ``ValueError`` for a negative number and for a Python float.
 
     >>> a, b = split(key(0))
     >>> split(torch.stack([a, b]), 3).shape
@@ -186,7 +186,7 @@ def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, key: KeyOrPackedKeys) -> Tensor:
-    """Returns ``x / (1 - p)``, with 0 where ``bernoulli(key, p)`` is True.
+    """Returns ``x`` times ``1 / (1 - p)``, with 0 where ``bernoulli(key, p)`` is True.
 
     If p is 0, it returns ``x`` itself, whatever the keys are, and if p is 1, zeros. Raises
     ``ValueError`` unless p is from 0 to 1, or if the shape of ``x`` does not begin with that of the
@@ -216,7 +216,7 @@ def dropout(x: Tensor, p: float, key: KeyOrPackedKeys) -> Tensor:
 
 
 def zero_and_rescale(x: Tensor, dropped: Tensor, p: float) -> Tensor:
-    """Returns ``x / (1 - p)``, with 0 where ``dropped`` is True. If p is 1, the factor is 0.
+    """Returns ``x`` times ``1 / (1 - p)``, with 0 where ``dropped`` is True; if p is 1, zeros.
 
     >>> zero_and_rescale(torch.ones(2), torch.tensor([True, False]), 0.75)
     tensor([0., 4.])
@@ -228,8 +228,9 @@ def zero_and_rescale(x: Tensor, dropped: Tensor, p: float) -> Tensor:
 def token_keys(keys: Tensor, segments: Tensor, positions: Tensor) -> PackedKeys:
     """Makes the keys of tokens in rows of several examples, from the leaves of ``pack_documents``.
 
-    Padding gets the key of the row's first example. Raises ``ValueError`` unless the shapes fit. If
-    a row has more segments than keys, torch's error passes.
+    Padding gets the key of the row's first example. Raises ``ValueError`` unless the shapes fit,
+    and ``TypeError`` unless the keys are int64. If a row has more segments than keys, torch's error
+    passes.
 
     Args:
         keys: of the examples, ``(rows, most segments of a row)``.
@@ -271,9 +272,9 @@ def with_keys(
     dimension, so ``pack`` stacks keys to ``(rows,)``, and ``pack_documents`` to
     ``(rows, most segments)``. For new noise in each epoch or step, pass ``fold_in(key, step)``.
 
-    Raises ``ValueError`` if an example has a leaf ``name`` already, or no scalar ``identity``.
-    Raises ``TypeError`` if the identity is None, a string, or a number of no integer type. For
-    other objects, the error of ``torch.as_tensor`` passes.
+    Raises ``ValueError`` if an example has a leaf ``name`` already, or no scalar ``identity``, and
+    for a ``key`` with dimensions. Raises ``TypeError`` if the identity is None, a string, or a
+    number of no integer type. For other objects, the error of ``torch.as_tensor`` passes.
 
     Args:
         examples: mappings by name.
@@ -299,7 +300,7 @@ def with_keys(
             )
     if not keyed:
         return []
-    _check_keys(key)
+    _check_one_key(key)
     if identity is None:
         numbers = torch.arange(start, start + len(keyed), device=key.device)
     else:
@@ -501,6 +502,16 @@ def below_probability(p: float) -> Callable[[Tensor], Tensor]:
         raise ValueError(f"{p=} must be a probability, from 0 to 1")
     limit = round(p * 2**32)
     return lambda word: word < limit
+
+
+def _check_one_key(key: Tensor) -> None:
+    """Raises as ``_check_keys``, and ``ValueError`` for a key with dimensions."""
+    _check_keys(key)
+    if key.ndim:
+        raise ValueError(
+            f"with_keys takes one key for all examples, got keys of shape {tuple(key.shape)}: "
+            "pass one of them, or ps.random.fold_in(key, number)"
+        )
 
 
 def _check_keys(key: Any) -> None:

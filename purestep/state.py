@@ -1,7 +1,7 @@
 """Converts trees to flat dicts of tensors by name, in which state leaves a program and returns."""
 
 from collections.abc import Collection, Mapping
-from enum import Enum
+from enum import Enum, Flag
 from typing import Any, TypeAlias
 
 import optree
@@ -23,10 +23,16 @@ MAX_DIFFERENCES = 8
 
 _TENSOR_CLASSES = {Tensor, torch.nn.Parameter}
 _STABLE_KEY_CLASSES = {type(None), str, bytes, bool, int, float, torch.dtype}
+_ENUM_REPRS: tuple[Any, ...] = (
+    Enum.__repr__,
+    Flag.__repr__,
+    int.__repr__,
+    str.__repr__,
+)
 
 
 def state_dict(tree: Tree) -> dict[str, Tensor]:
-    """Returns the tensors of a tree in a flat dict, named as Python reaches them.
+    """Returns the tensors of a tree in a flat dict, named by their paths, with the keys' ``repr``.
 
     Of a ``Shard``, it has this rank's part, whose name ends in ``.local``.
 
@@ -226,13 +232,15 @@ def _check_unique(names: Collection[str]) -> None:
 def _has_stable_repr(key: Any) -> bool:
     """Returns whether a key is of a class known to print the same in each process.
 
-    Such a key has no address and no order of a set. Tuples count by their items, and members of an
-    ``Enum`` by their value. A key of any other class counts as unstable.
+    Such a key has no address and no order of a set. Tuples and named tuples count by their items,
+    and members of an ``Enum`` by their value, unless it prints them otherwise. A key of any other
+    class counts as unstable.
     """
-    if isinstance(key, tuple):
+    cls = type(key)
+    if cls is tuple or (isinstance(key, tuple) and hasattr(cls, "_fields")):
         return all(_has_stable_repr(item) for item in key)
     if isinstance(key, Enum):
-        return _has_stable_repr(key.value)
+        return cls.__repr__ in _ENUM_REPRS and _has_stable_repr(key.value)
     return type(key) in _STABLE_KEY_CLASSES  # A subclass may print anything.
 
 
@@ -250,7 +258,7 @@ def _detach_plain(name: str, leaf: Any) -> Tensor:
     if DONATED in leaf.__dict__:
         raise reused_donation_error(name)
     is_plain = type(leaf) in _TENSOR_CLASSES and leaf.layout is torch.strided
-    if not is_plain or leaf.is_meta:
+    if not is_plain or leaf.is_meta or leaf.is_nested or leaf.is_quantized:
         raise TypeError(
             f"{name} is of class {type(leaf).__name__}, layout {leaf.layout}, on {leaf.device}: "
             "state is plain tensors that hold values; make it one, as by .to_dense(), "

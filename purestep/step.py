@@ -41,7 +41,7 @@ from purestep.optim.base import (
 from purestep.sync.leaving import KnownLaunches, again_if_gathers_vary
 from purestep.sync.replicas import Comparisons, Place, compare_replicas, place_of
 from purestep.sync.session import open_session
-from purestep.tree import foreach
+from purestep.tree import accumulation_dtype, foreach
 from purestep.tree.attributes import get_requires_grad
 from purestep.types import (
     Gather,
@@ -294,9 +294,9 @@ def check_settings(settings: StepSettings, **choices: str) -> dict[str, str]:
 def normalize_sums(sums: GradSums) -> GradSums:
     """Divides sums of gradients and losses by N, ``counts.num_tokens``.
 
-    Returns new ``GradSums``; in plain eager mode, gradients alone are divided in place. An N of 0
-    counts as 1. Raises ValueError if the host reads an N that is no normal number of the loss's
-    dtype: it is too large or too small.
+    Returns new ``GradSums``; in plain eager mode, gradients in float32 or wider are divided in
+    place. An N of 0 counts as 1. Raises ValueError if the host reads an N that is negative,
+    infinite or NaN, or no normal number of the loss's dtype.
 
     >>> from purestep.types import TokenCounts
     >>> counts = TokenCounts(torch.tensor(4), torch.tensor(1))
@@ -313,10 +313,15 @@ def normalize_sums(sums: GradSums) -> GradSums:
         )
 
     loss = (sums.loss / num_tokens).to(sums.loss.dtype)
-    if tree.is_plain_eager(sums.grads):
-        foreach.divide_(tree.leaves(sums.grads), num_tokens)
+    totals = tree.leaves(sums.grads)
+    is_wide = all(total.dtype == accumulation_dtype(total.dtype) for total in totals)
+    if is_wide and tree.is_plain_eager(sums.grads):
+        foreach.divide_(totals, num_tokens)
         return sums._replace(loss=loss)
-    grads = tree.map(lambda total: (total / num_tokens).to(total.dtype), sums.grads)
+    # In float32 at least: torch would cast N to float16, where 65,520 is infinite.
+    grads = tree.map(
+        lambda total: (tree.widen(total) / num_tokens).to(total.dtype), sums.grads
+    )
     return sums._replace(grads=grads, loss=loss)
 
 
@@ -414,8 +419,9 @@ def finish_step(
 ) -> tuple[ParamsT, StateT, StepMetrics]:
     """Returns new params and state, and the metrics; updates only if ``metrics.applied``.
 
-    ``sums`` and ``total`` are those of all ranks. The gradients are consumed, and with ``donate``
-    so are params and state. ``writes_in_graph`` is that of ``apply_update``.
+    ``sums`` and ``total`` are those of all ranks. In plain eager mode, an update consumes the
+    gradients. With ``donate``, it consumes params and state, too. ``writes_in_graph`` is that of
+    ``apply_update``.
     """
     metrics = measure_step(sums, total, skips_nonfinite=skips_nonfinite)
     with profiler_range("purestep.optimizer"):
@@ -476,14 +482,14 @@ def apply_update(
         (θ′, s′) = optimizer(g, s, θ) if applied else (θ, s)
 
     Where a transform, a compiler or autograd follows the values, it runs ``optimizer.update`` and
-    selects by ``applied``. With ``writes_in_graph``, operations of the graph then copy the results
-    to the caller's buffers.
+    selects by ``applied``. Where the host reads False, it returns clones instead. With
+    ``writes_in_graph``, operations of the graph then copy the results to the caller's buffers.
 
     In plain eager mode it runs ``update_``: on the caller's buffers with ``donate``, otherwise on
     one copy of them. ``update_`` consumes the gradients. With ``donate``, the first leaves of
     params and state are then marked as donated. The host reads an ``applied`` that lies on it, and
-    waits for no device. Raises ``ValueError`` for params or state that are marked as donated, and
-    with ``donate`` if two of their leaves are one tensor.
+    waits for no device. Raises ``ValueError`` if the first leaf of params or state is marked as
+    donated, and with ``donate`` if two of their leaves are one tensor.
 
     In both modes, an error that a wrong state causes becomes a ``ValueError`` or ``TypeError`` that
     says so.

@@ -178,7 +178,7 @@ def checkpoint_frame() -> Any | None:
 
 
 def run_checkpoint(fn: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Returns ``fn(*tensors)``, run in a checkpoint that leaves no hooks behind if ``fn`` raises.
+    """Returns ``fn(*tensors)``, in a checkpoint that leaves no hooks if it raises ``Exception``.
 
     The checkpoint is that of ``torch.utils.checkpoint``, not reentrant. In torch 2.11 its hooks
     stay until the error's traceback is freed, perhaps by another thread, which has no such hooks.
@@ -545,7 +545,8 @@ def backward_hooks_of(module: Any) -> dict[int, Any]:
 def has_backward_hooks(modules_or_tensors: Iterable[Any]) -> bool:
     """Returns whether any of these has hooks on its backward pass, or on its accumulated gradient.
 
-    Finds none if torch no longer has these attributes.
+    Hooks on nodes of autograd, and global hooks of modules, do not count. Finds none if torch no
+    longer has these attributes.
     """
     names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
     for module_or_tensor in modules_or_tensors:

@@ -65,7 +65,7 @@ def check_normalize(
 ) -> None:
     """Raises ValueError if ``normalize="loss"`` has no ``weight_fn``.
 
-    Also raises ValueError if ``accum_dtype`` is not None, and none of ``FLOAT_DTYPES``.
+    Also raises as ``check_accum_dtype``.
     """
     if weight_fn is None and normalize == "loss":
         raise ValueError(
@@ -74,6 +74,11 @@ def check_normalize(
             "the forward pass has the weights, return LossOutput(losses, weights=), and pass "
             'normalize="grads"'
         )
+    check_accum_dtype(accum_dtype)
+
+
+def check_accum_dtype(accum_dtype: torch.dtype | None) -> None:
+    """Raises ValueError if ``accum_dtype`` is not None, and none of ``FLOAT_DTYPES``."""
     if accum_dtype is not None and accum_dtype not in tree.FLOAT_DTYPES:
         choices = ", ".join(str(dtype) for dtype in tree.FLOAT_DTYPES)
         raise ValueError(
@@ -101,11 +106,12 @@ def check_inputs(
 
 
 def check_params(params: Params, axis: Axis) -> None:
-    """Raises unless params are plain, dense tensors of ``FLOAT_DTYPES`` on one device.
+    """Raises unless params are strided tensors of ``FLOAT_DTYPES`` on one device.
 
-    TypeError is for a module, a DTensor, and other leaves that cannot be params. ValueError is for
-    a tree without leaves, a meta tensor, and several devices. It is also for shards of a wrong
-    shape, or over an axis that does not fit the step's ``axis``.
+    TypeError is for a module, a DTensor, and other leaves that cannot be params. Other subclasses
+    of ``Tensor``, without ``__tensor_flatten__``, pass. ValueError is for a tree without leaves, a
+    meta tensor, and several devices. It is also for shards of a wrong shape, or over an axis that
+    does not fit the step's ``axis``.
     """
     leaves = tree.leaves(params)
     if isinstance(params, torch.nn.Module):
@@ -286,13 +292,13 @@ def check_no_aliasing(
 ) -> None:
     """Raises ValueError if a donated leaf shares a storage with another one, or with a microbatch.
 
-    Also raises if a leaf has more elements than the memory it spans, as ``expand`` makes it. A leaf
-    without elements shares nothing. Only strided tensors are compared; in
-    microbatches those in mappings, too.
+    Also raises if two elements of a leaf share memory, as ``expand`` makes them. A leaf without
+    elements shares nothing. Only strided tensors are compared; in microbatches those in mappings,
+    too.
     """
     owners: dict[torch.UntypedStorage, str] = {}
     for name, leaf in _tensors_by_path((params, opt_state), "(params, opt_state)"):
-        if leaf.numel() > memory_span(leaf):
+        if overlaps_itself(leaf):
             raise ValueError(
                 f"donate=True needs memory for each element, but {name} overlaps itself, as expand "
                 "makes it: clone it"
@@ -317,6 +323,26 @@ def check_distinct(
     identities = {id(leaf) for leaf in leaves}
     if len(identities) < len(leaves):
         check_no_aliasing(params, opt_state)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Returns whether two elements of a strided tensor share memory.
+
+    >>> windows = torch.ones(5).as_strided((2, 2), (2, 2))
+    >>> overlaps_itself(windows), overlaps_itself(torch.ones(2, 2).T)
+    (True, False)
+    """
+    reach = 0
+    may_overlap = False
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            may_overlap = True  # Else each step is beyond all smaller ones.
+        reach += (size - 1) * stride
+    if not may_overlap or not tensor.numel():
+        return False
+    positions = torch.arange(memory_span(tensor))
+    used = positions.as_strided(tensor.shape, tensor.stride()).unique()
+    return len(used) < tensor.numel()
 
 
 def memory_span(tensor: Tensor) -> int:
@@ -364,7 +390,9 @@ def _path_of(params: Params, position: int) -> str:
 def _path_in(spec: tree.TreeSpec, position: int) -> str:
     if isinstance(spec, TracedSpec):
         return f"leaf {position} of params"  # optree has no paths in a trace.
-    return _path_of(tree.unflatten(spec, range(spec.num_leaves)), position)
+    # Not by a tree of numbers, which a node class of the user's may refuse to hold.
+    path: str = spec.accessors()[position].codify("params")
+    return path
 
 
 @contextmanager

@@ -110,7 +110,12 @@ TERMS: list[tuple[dict[str, Any], Any, str]] = [
     (
         {"microbatch_loss": ONE[None]},
         ValueError,
-        r"a scalar tensor, got shape \(1,\)",
+        r"a real scalar tensor, got torch.float32 of shape \(1,\)",
+    ),
+    (
+        {"microbatch_loss": torch.tensor(1j)},
+        ValueError,
+        "a real scalar tensor, got torch.complex64",
     ),
     (
         {"microbatch_loss": ONE},

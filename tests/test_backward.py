@@ -350,12 +350,21 @@ class FullyShardedDataParallel(nn.Linear):
     """Stands for torch's class, which takes processes to make."""
 
 
+class Sharded(FullyShardedDataParallel):
+    """Has another name."""
+
+
 REFUSED = [
     (lambda: {"w": torch.ones(1)}, TypeError, "ps.make_update_step"),
     (
         lambda: nn.Sequential(FullyShardedDataParallel(1, 1)),
         TypeError,
         r"0 is sharded by .*ps\.from_module",
+    ),
+    (
+        lambda: Sharded(1, 1),
+        TypeError,
+        r"model is sharded by Sharded",
     ),
 ]
 

@@ -652,8 +652,14 @@ def test_a_piece_of_a_split_reads_the_memory_of_what_is_split() -> None:
 
 
 def test_what_cpp_wrapper_cannot_wrap_is_compiled_without_it() -> None:
-    """Once, and silently; an error that comes again is raised."""
+    """Once, and silently, with the same filter of guards; an error that comes again is raised."""
     num_calls = 0
+    num_filtered = 0
+
+    def keep_all(guards: Any) -> list[bool]:
+        nonlocal num_filtered
+        num_filtered += 1
+        return [True] * len(guards)
 
     def fail(calls: int, graph: Any) -> None:
         nonlocal num_calls
@@ -666,11 +672,13 @@ def test_what_cpp_wrapper_cannot_wrap_is_compiled_without_it() -> None:
         options = {
             "post_grad_custom_post_pass": partial(fail, calls),
             "cpp_wrapper": True,
+            "guard_filter_fn": keep_all,
         }
         doubled = ps.compile(lambda x: 2 * x, fullgraph=True, options=options)
         if calls == 1:
             assert torch.equal(doubled(torch.ones(3)), torch.full((3,), 2.0))
             assert num_calls == 2
+            assert num_filtered > 0
         else:
             with pytest.raises(Exception, match="a loop"):
                 doubled(torch.ones(3))

@@ -69,12 +69,16 @@ class Memory(NamedTuple):
         Memory(ITSELF, a=lambda eight: eight.expand(2, 8)),
         Memory(ITSELF, a=lambda eight: eight[:1].expand(4)),
         Memory(ITSELF, a=lambda eight: eight.unfold(0, 3, 1)),
+        # As many elements as memory, and as many gaps as are shared.
+        Memory(ITSELF, a=lambda eight: eight.as_strided((2, 2), (2, 2))),
+        Memory(ITSELF, a=lambda eight: eight.as_strided((2, 2, 2), (3, 3, 1))),
         Memory(ALLOWED, a=lambda eight: torch.zeros(10, 4)[:0, :2].flatten()),
         # A leaf without elements shares nothing, though it lies in the memory of another.
         Memory(ALLOWED, a=lambda eight: eight[:0], b=lambda eight: eight[:1]),
         # A leaf with gaps, or in another order, is given away like any other.
         Memory(ALLOWED, a=lambda eight: eight.unfold(0, 3, 3)),
         Memory(ALLOWED, a=lambda eight: eight[::2]),
+        Memory(ALLOWED, a=lambda eight: eight.as_strided((3, 2), (2, 3))),
         Memory(ALLOWED, a=lambda eight: eight.view(2, 4).t()[1:]),
     ],
 )

@@ -406,6 +406,16 @@ CASES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     ),
     (TypeError, "is no key", lambda: PS.random.with_keys(EXAMPLES, 0)),
     (
+        ValueError,
+        r"one key for all examples, got keys of shape \(2,\)",
+        lambda: PS.random.with_keys(EXAMPLES, ps.random.split(ps.random.key(0))),
+    ),
+    (
+        ValueError,
+        "accum_dtype=torch.int64 must be a floating point dtype",
+        lambda: ps.accumulate(torch.mul, {}, [], accum_dtype=torch.int64),
+    ),
+    (
         TypeError,
         r"examples\[0\]\['id'\] is 'a', .* identity=None",
         lambda: PS.random.with_keys([{"id": "a"}], ps.random.key(0), identity="id"),

@@ -14,7 +14,7 @@ REFUSED: list[dict[str, Any]] = [
     {
         "function": lambda x: x,
         "settings": {},
-        "message": r"with has_aux=False it returned shape \(3,\)",
+        "message": r"with has_aux=False it returned torch.float32 of shape \(3,\)",
     },
     {
         "function": lambda x: (x.sum(), x),
@@ -24,12 +24,27 @@ REFUSED: list[dict[str, Any]] = [
     {
         "function": lambda x: x.sum(),
         "settings": {"has_aux": True},
-        "message": r"with has_aux=True it returned shape \(\)",
+        "message": r"with has_aux=True it returned torch.float32 of shape \(\)",
     },
     {
         "function": lambda x: x.sum(),
         "settings": {"argnums": 1},
         "message": "argnums=1 needs more than the 1 arguments",
+    },
+    {
+        "function": lambda x: x.sum(),
+        "settings": {"argnums": (0, -1)},
+        "message": "must name each argument once",
+    },
+    {
+        "function": lambda x: x.sum(),
+        "settings": {"argnums": ()},
+        "message": "must name each argument once, and one at least",
+    },
+    {
+        "function": lambda x: x.sum() * 1j,
+        "settings": {},
+        "message": "a real scalar, .* it returned torch.complex64",
     },
 ]
 

@@ -277,6 +277,22 @@ def test_policy_gradient_ends_where_it_is_clipped() -> None:
         assert_same(losses, -advantages)
 
 
+@pytest.mark.parametrize("advantage", [0.0, 1.0])
+def test_a_clipped_ratio_may_overflow(advantage: float) -> None:
+    """In float32, exp(95) is infinite."""
+    log_ratio = torch.tensor(95.0, requires_grad=True)
+    acted = torch.tensor(0.0)
+    loss = policy_gradient(
+        log_ratio,
+        acted,
+        advantages=torch.tensor(advantage),
+        clip=0.25,
+    )
+    loss.backward()
+    assert loss == -1.25 * advantage
+    assert log_ratio.grad == 0
+
+
 Call = Callable[[], Tensor]
 SQUARE = torch.ones(2, 2)
 COLUMN = torch.ones(2, 1)
@@ -328,6 +344,10 @@ REFUSED: list[tuple[Call, str]] = [
     (
         lambda: dpo(SQUARE, SQUARE, COLUMN, SQUARE),
         r"reference_chosen of shape \(2, 1\)",
+    ),
+    (
+        lambda: dpo(SQUARE, SQUARE, SQUARE, SQUARE, label_smoothing=1.5),
+        r"label_smoothing=1.5",
     ),
     (
         lambda: policy_gradient(SQUARE, SQUARE, COLUMN),

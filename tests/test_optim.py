@@ -697,6 +697,30 @@ def test_state_in_dicts_of_another_kind_pairs_by_key(kind: Any) -> None:
     assert type(new_state.mu) is type(mu)
 
 
+def test_gradients_in_a_dict_of_another_kind_pair_by_key() -> None:
+    """An ``OrderedDict`` keeps the order of its keys, which a dict sorts."""
+    optimizer = ps.optim.sgd(1.0)
+    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    grads = OrderedDict(
+        b=torch.tensor([1.0]),
+        a=torch.tensor([5.0]),
+    )
+    new_params, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert new_params == {"a": -5, "b": -1}
+
+
+@pytest.mark.parametrize("step", [None, 3, torch.tensor([1, 2])])
+def test_a_step_that_is_no_scalar_is_refused(step: Any) -> None:
+    optimizer = ps.optim.adamw(0.5)
+    params = {"a": torch.ones(2)}
+    state = optimizer.init(params)._replace(step=step)
+    assert optimizer.update_ is not None
+    with pytest.raises(ValueError, match="step"):
+        optimizer.update(params, state, params)
+    with pytest.raises(ValueError, match="step"):
+        optimizer.update_(params, state, params, None)
+
+
 @pytest.mark.parametrize(
     "mu", [{"a": {}}, {"a": [torch.ones(1)]}, {"a": 1.0}, {"a": None}]
 )

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import optree
 import pytest
 import torch
 from torch import Tensor
 
 import purestep as ps
+from purestep import tree
 from tests.line_problem import MICROBATCH, PARAMS, SGD, loss_fn, run_step, weight_fn
 
 
@@ -362,6 +364,33 @@ def test_checks_run_again_after_a_failure() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="loss_fn wrote to params"):
             update_step(w, sgd.init(w), [torch.ones(2)])
+
+
+register: Any = optree.dataclasses.dataclass
+
+
+@register(namespace=tree.NAMESPACE)
+class Vector:
+    """Looks at its tensor."""
+
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.x.ndim == 1
+
+
+def test_a_node_that_looks_at_its_tensor_is_named() -> None:
+    def loss_fn(vector: Any, m: Tensor) -> Tensor:
+        with torch.no_grad():
+            vector.x.mul_(0.5)
+        return vector.x * m
+
+    sgd = ps.optim.sgd(0.1)
+    make_vector: Any = Vector
+    vector = make_vector(torch.ones(2))
+    update_step = ps.make_update_step(loss_fn, sgd, weight_fn=torch.ones_like)
+    with pytest.raises(ValueError, match=r"loss_fn wrote to params\.x in place"):
+        update_step(vector, sgd.init(vector), [torch.ones(2)])
 
 
 @pytest.mark.parametrize("weight", [1e-50, 1e39])

@@ -299,3 +299,16 @@ def test_the_place_of_a_shard_in_a_shard() -> None:
         return torch.equal(local, full.narrow(0, *rows).narrow(1, *columns))
 
     assert all(axis.map(local_rows)(range(4)))
+
+
+def test_a_leaf_is_sharded_once_over_an_axis() -> None:
+    axis = ThreadAxis(2)
+
+    def shard_twice(full: Tensor) -> Any:
+        with pytest.raises(ValueError, match="a leaf is sharded over"):
+            ps.shard(ps.shard(full, axis), axis)
+
+    axis.map(shard_twice)([torch.arange(4.0)] * 2)
+    local = ps.LocalAxis()
+    twice = ps.shard(ps.shard(torch.arange(4.0), local), local)
+    assert torch.equal(ps.unshard(twice), torch.arange(4.0))

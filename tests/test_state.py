@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 from collections import OrderedDict, defaultdict, deque
 from enum import Enum
 from pathlib import Path
@@ -264,11 +265,22 @@ class Name(str):
         return object.__repr__(self)
 
 
+class Address(Enum):
+    """Prints its address, too."""
+
+    HERE = 1
+
+    def __repr__(self) -> str:
+        return object.__repr__(self)
+
+
 ONE = torch.ones(1)
 with FakeTensorMode():
     FAKE = torch.ones(2)
 META = torch.ones(2, device="meta")
 SPARSE = torch.eye(2).to_sparse()
+with warnings.catch_warnings(action="ignore"):
+    NESTED = torch.nested.nested_tensor([ONE])
 NAN = float("nan")
 
 KEY = r"its key is of type .* make it a str"
@@ -284,12 +296,14 @@ CLASS = r"tree\[0\] is of class .* plain tensors"
         ({"a": {frozenset({"a", "b"}): ONE}}, KEY),
         ({"a": {(1, random_bits): ONE}}, KEY),
         ({"a": {Name("w"): ONE}}, KEY),
+        ({"a": {Address.HERE: ONE}}, KEY),
         ([Pair([ONE, ONE])], SAME),
         ({NAN: ONE, -NAN: ONE}, SAME),
         ({"step": 3}, r"tree\['step'\] is int, no tensor: .* torch.tensor\(3\)"),
         ([FAKE], CLASS),
         ([META], CLASS),
         ([SPARSE], CLASS),
+        ([NESTED], CLASS),
     ],
 )
 def test_leaves_without_a_lasting_name_or_of_another_class_are_refused(

@@ -61,6 +61,31 @@ def test_an_overflowing_count_is_not_applied_where_it_cannot_be_read() -> None:
     assert w[1] == PARAMS["w"]
 
 
+def test_sums_in_float16_are_divided_by_more_tokens_than_it_holds() -> None:
+    """N = 70,000 is infinite in float16, in which sums of 0.1 are not."""
+
+    def mean_of_small(w: Tensor, m: Tensor) -> Tensor:
+        return w.sum() * m
+
+    step = ps.make_update_step(
+        mean_of_small,
+        SGD,
+        weight_fn=lambda m: m > 0,
+        normalize="grads",
+        accum_dtype=torch.float16,
+    )
+
+    def new_params(w: Tensor, m: Tensor) -> Tensor:
+        return step(w, SGD.init(w), [m])[0]
+
+    w = torch.ones(1, 2)
+    m = torch.full((1, 70_000), 0.1)
+    expected = new_params(w[0], m[0])
+    assert not torch.equal(expected, w[0])
+    recorded = torch.vmap(new_params)(w, m)
+    torch.testing.assert_close(recorded[0], expected)
+
+
 def test_a_structure_that_cannot_be_compared_is_a_new_one() -> None:
     """A node class of the user's may keep an array."""
     seen_specs: Any = {(0, frozenset()): deque([numpy.ones(2)])}

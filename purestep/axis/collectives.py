@@ -168,9 +168,9 @@ def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> T
     """Sums each leaf over all ranks, and keeps this rank's slice of the sum along ``dim``.
 
     ``dim`` has one entry per rank, and disappears. With ``tiled`` it stays: it is cut into equal
-    blocks, one per rank. A ``dim`` whose size does not fit raises ``ValueError``. Integers and
-    bools are summed in int64. The backward pass runs ``all_gather``. Raises ``TypeError`` as
-    ``check_axis`` does.
+    blocks, one per rank. A ``dim`` whose size does not fit raises ``ValueError``, and a missing one
+    ``IndexError``. Integers and bools are summed in int64. The backward pass runs ``all_gather``.
+    Raises ``TypeError`` as ``check_axis`` does.
 
     >>> import torch
     >>> from purestep import VmapAxis

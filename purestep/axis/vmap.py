@@ -109,7 +109,7 @@ class VmapAxis:
         return apply_op(x, self.index, op)
 
     def apply_tree(self, op: str, x: Tree) -> Tree:
-        """Runs psum or pvary on every leaf; raises ``RuntimeError`` outside of ``map``."""
+        """Runs psum or pvary on every leaf; a leaf outside of ``map`` raises ``RuntimeError``."""
         return tree.map(lambda leaf: self.apply(op, leaf), x)
 
     def __repr__(self) -> str:

@@ -69,7 +69,16 @@ def compile_function(
     if settings.get("mode") is None:
         settings["options"] = options | (settings.get("options") or {})
     own_options = settings.get("options") or {}
-    graph = torch.compile(_with_own_cache(function), **settings)
+
+    def make_graph() -> Callable[..., Any]:
+        # A copy: torch takes the filter of guards out of the options that it gets.
+        options_once = {"options": {**own_options}} if own_options else {}
+        compiled: Callable[..., Any] = torch.compile(
+            _with_own_cache(function), **{**settings, **options_once}
+        )
+        return compiled
+
+    graph = make_graph()
 
     @functools.wraps(graph)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +98,7 @@ def compile_function(
                 raise
         # torch 2.11 fails with it on ``scan``, which your code may call, too: only the error tells.
         own_options["cpp_wrapper"] = False
-        graph = torch.compile(_with_own_cache(function), **settings)
+        graph = make_graph()
         return graph(*args, **kwargs)
 
     return run

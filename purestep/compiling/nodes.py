@@ -15,7 +15,7 @@ def is_pointwise(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Returns whether a node is a view, or several, of the tensor that it reads."""
+    """Returns whether a node's operation may return views of the tensor that it reads."""
     returns_views: bool = getattr(node.target, "is_view", False)
     return returns_views
 

@@ -60,7 +60,8 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 
     * With ``donate=True``, the graph of a step writes to its arguments. A function around a step,
       and a transform around its graph, get new tensors.
-    * The first call of a step checks its arguments as an eager one does. A step runs eagerly under
+    * The first call of a step checks params, state and microbatches as an eager one does; later
+      calls may not. Weights go unchecked. A step runs eagerly under
       dual numbers of ``torch.autograd.forward_ad`` and transforms such as ``torch.func.grad``.
     * The loss and its gradient are in one graph, also without ``fullgraph``: a graph break there is
       an error.

@@ -56,8 +56,8 @@ def group(
     """Puts the microbatches of any iterable, as a list or a ``DataLoader``, into groups of ``k``.
 
     Returns an iterator of lists, which reads ``k`` microbatches at a time. Raises ``ValueError``
-    unless ``k`` and ``start`` are whole numbers, from 1 and from 0 on, and for another ``last``.
-    Warns of a ``DataLoader`` without batches.
+    unless ``k`` is an integer from 1 on, ``start`` a whole number from 0 on, and for another
+    ``last``. Warns of a ``DataLoader`` without batches.
 
     Args:
         batches: the microbatches, in order.

@@ -14,8 +14,9 @@ from purestep.types import Microbatch, Tree
 def split(batch: Tree, k: int) -> list[Microbatch]:
     """Cuts a batch into ``k`` microbatches of equal size, along the first dimension of its leaves.
 
-    The microbatches are views, in trees whose mappings are dicts. Raises ``ValueError`` if ``k`` is
-    less than 1 or does not divide that dimension, or if leaves differ in it or lack it.
+    The microbatches are views, in trees whose mappings are dicts where optree takes them for
+    leaves. Raises ``ValueError`` if ``k`` is less than 1 or does not divide that dimension, or if
+    leaves differ in it or lack it.
 
     >>> split({"x": torch.arange(6)}, k=2)
     [{'x': tensor([0, 1, 2])}, {'x': tensor([3, 4, 5])}]
@@ -36,10 +37,10 @@ def split(batch: Tree, k: int) -> list[Microbatch]:
 def merge(microbatches: Sequence[Microbatch]) -> Tree:
     """Joins microbatches into the batch that ``split`` cut: its exact inverse.
 
-    It joins leaves along their first dimension. The leaves are new, and mappings become dicts.
-    Raises ``ValueError`` without microbatches, or if they differ in fields, dtypes or row shapes.
-    The first dimension must have the same size in all leaves of all microbatches; else it raises
-    ``ValueError``, too.
+    It joins leaves along their first dimension. The leaves are new, and mappings that optree takes
+    for leaves become dicts. Raises ``ValueError`` without microbatches, or if they differ in
+    fields, dtypes or row shapes. The first dimension must have the same size in all leaves of all
+    microbatches; else it raises ``ValueError``, too.
 
     >>> merge([{"x": torch.arange(2)}, {"x": torch.arange(2, 4)}])
     {'x': tensor([0, 1, 2, 3])}

@@ -86,8 +86,8 @@ def accumulate(
             which ``LossOutput.microbatch_loss`` raises ``ValueError``.
         grad_and_value: any function with the signature of ``torch.func.grad_and_value``. It
             differentiates a function of the list of the params' leaves.
-        accum_dtype: the dtype of the sums. None: float32 for half precision, else the params'
-            dtype.
+        accum_dtype: the dtype of the sums, a floating-point one; others raise ``ValueError``. None:
+            float32 for half precision, else the params' dtype.
 
     Returns:
         ``GradSums(grads, loss, counts, aux)``, with ``grads`` a tree like params. ``counts`` are
@@ -108,6 +108,7 @@ def accumulate(
             f"total is {type(total).__name__}: pass TokenCounts, as count_tokens(microbatches, "
             "weight_fn) returns them, summed over the ranks by axis.psum"
         )
+    validation.check_accum_dtype(accum_dtype)
     group = microbatches
     if not isinstance(group, WeightedMicrobatches):
         group = WeightedMicrobatches(group, None, None)

@@ -38,15 +38,16 @@ def grad_and_value(
     detached.
 
     Args:
-        func: a function that returns a scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
+        func: a function that returns a real scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
         argnums: the positions to differentiate. Each argument is a tree of floating-point tensors.
         has_aux: whether ``func`` also returns a tree of tensors.
 
     Returns:
         A function that returns ``(grads, value)``, or ``(grads, (value, aux))`` with ``has_aux``.
         ``grads`` is a tree like the argument; for a tuple ``argnums``, it is a tuple of these. The
-        function raises ``ValueError`` for an output of another form, or for a position without an
-        argument. On torch 2.11, it also does so in inference mode, unless a compiler traces.
+        function raises ``ValueError`` for an output of another form. It also does so for a position
+        without an argument, for one that comes twice, and for none. On torch 2.11, it also does so
+        in inference mode, unless a compiler traces.
 
     >>> grads, value = grad_and_value(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([3.0])})
     >>> grads, value
@@ -56,11 +57,7 @@ def grad_and_value(
 
     @functools.wraps(func)
     def compute_grads_and_value(*args: Any, **kwargs: Any) -> Any:
-        for position in positions:
-            if not -len(args) <= position < len(args):
-                raise ValueError(
-                    f"{argnums=} needs more than the {len(args)} arguments given"
-                )
+        _check_positions(argnums, positions, len(args))
         differentiated = tuple(args[position] for position in positions)
         leaves, spec = tree.flatten(differentiated)
         aux_spec: tree.TreeSpec = None
@@ -89,6 +86,20 @@ def grad_and_value(
         return grads, value
 
     return compute_grads_and_value
+
+
+def _check_positions(
+    argnums: int | tuple[int, ...], positions: Sequence[int], num_args: int
+) -> None:
+    """Raises ``ValueError`` unless each position has an argument, and none comes twice."""
+    for position in positions:
+        if not -num_args <= position < num_args:
+            raise ValueError(
+                f"{argnums=} needs more than the {num_args} arguments given"
+            )
+    distinct = {position % num_args for position in positions}
+    if not positions or len(distinct) < len(positions):
+        raise ValueError(f"{argnums=} must name each argument once, and one at least")
 
 
 def _free_as_it_runs(
@@ -121,12 +132,13 @@ def _split_output(output: Any, has_aux: bool) -> tuple[Tensor, Tree]:
     """
     is_pair = has_aux and isinstance(output, tuple) and len(output) == 2
     value, aux = output if is_pair else (output, None)
-    if not isinstance(value, Tensor) or value.ndim != 0 or is_pair != has_aux:
+    is_real = isinstance(value, Tensor) and not value.is_complex()
+    if not is_real or value.ndim != 0 or is_pair != has_aux:
         returned = type(value).__name__
         if isinstance(value, Tensor):
-            returned = f"shape {tuple(value.shape)}"
+            returned = f"{value.dtype} of shape {tuple(value.shape)}"
         raise ValueError(
-            f"the function must return a scalar tensor, or (scalar, aux) with has_aux=True; with "
+            "the function must return a real scalar, or (scalar, aux) with has_aux=True; with "
             f"{has_aux=} it returned {returned}"
         )
     return value, aux

@@ -105,6 +105,6 @@ def check_label_smoothing(label_smoothing: float) -> None:
     """Raises ``ValueError`` unless a smoothing is a share: from 0 to 1."""
     if not 0 <= label_smoothing <= 1:
         raise ValueError(
-            f"label_smoothing={label_smoothing}: it is the share of the target that is spread "
-            "over all classes, so take one from 0 to 1"
+            f"label_smoothing={label_smoothing}: it is a share of the target, so take one from 0 "
+            "to 1"
         )

@@ -1,10 +1,12 @@
 """Computes losses of one value for each unit: a row, a pair of texts, an action."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from purestep.losses.arguments import promote_same_shape
+from purestep.losses.arguments import check_label_smoothing, promote_same_shape
 
 
 def mse(predictions: Tensor, targets: Tensor, *, batch_dims: int = 1) -> Tensor:
@@ -54,7 +56,8 @@ def dpo(
         ℓ = −(1 − s) log σ(β Δ) − s log σ(−β Δ)
         Δ = (chosen − reference chosen) − (rejected − reference rejected)
 
-    All tensors have one shape, which is the result's; otherwise raises ``ValueError``.
+    All tensors have one shape, which is the result's; otherwise raises ``ValueError``. It also
+    does so unless s is from 0 to 1.
 
     Args:
         chosen: log π(text) of the preferred text of each pair, summed over its tokens.
@@ -75,6 +78,7 @@ def dpo(
         reference_chosen=reference_chosen,
         reference_rejected=reference_rejected,
     )
+    check_label_smoothing(label_smoothing)
     gap = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
     losses = -functional.logsigmoid(gap)
     if label_smoothing == 0:
@@ -119,6 +123,9 @@ def policy_gradient(
             f"clip={clip!r}: how far the ratio may fall, from 0 to 1, and rise, from 0 on, as in "
             "0.2 or (0.2, 0.28)"
         )
-    ratio = (log_probs - old_log_probs).exp()
+    log_ratio = log_probs - old_log_probs
+    # Where r is clipped, its exp may overflow, and 0 · ∞ would be NaN: at 90, say, in float32.
+    capped = log_ratio.clamp(max=math.log1p(high) + 1)
+    ratio = torch.where(advantages < 0, log_ratio, capped).exp()
     clipped_ratio = ratio.clamp(1 - low, 1 + high)
     return -torch.minimum(ratio * advantages, clipped_ratio * advantages)

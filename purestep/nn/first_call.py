@@ -86,13 +86,13 @@ def check_first_call(
 ) -> Iterator[dict[Any, str]]:
     """Checks in a context what a module's first call does, and raises ``ValueError`` if it may not.
 
-    * An operation that writes to a tensor in ``frozen`` raises before it runs. If another tensor
-      was assigned to its ``.data``, the context raises at its end.
+    * An operation of torch that writes to a strided tensor in ``frozen`` raises before it runs. If
+      another tensor was assigned to its ``.data``, the context raises at its end.
     * An operation that uses the module's own parameters raises before it runs: it should compute
       with params. ``own_storages`` names their memory. Memory that is also in ``inputs`` or
       ``frozen`` may be used, since a caller may pass the parameters themselves.
     * With ``uses_keys``, an operation of torch that draws random numbers raises before it runs. If
-      Python's or numpy's generator has drawn, the context raises at its end.
+      the global generator of Python or numpy has drawn, the context raises at its end.
 
     It yields the names of frozen tensors by storage. A unit adds the params that it gathers: they
     are then frozen, too.

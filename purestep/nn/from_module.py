@@ -57,7 +57,9 @@ def from_module(
     """Splits a module into the params that train and ``apply``, a pure function of them.
 
     Args:
-        module: never changed, but for a set or ``Counter`` that a call fills. ``apply`` sees values
+        module: its layers, tensors, lists and dicts are never changed. A call may change a set, a
+            ``Counter``, or another object in an attribute, as by ``self.log.count += 1``, and what
+            ``.numpy()`` shows. ``apply`` sees values
             that you later write in place to tensors that do not train, but no later change of mode,
             hooks or attributes.
         trainable: the parameters to train: a pattern of names (``"*.bias"``), or a function of name
@@ -105,7 +107,9 @@ def from_module(
     rows and tokens, pass ``ps.random.token_keys``. Then an example's noise depends on its key
     alone, not on the cut, padding, order or neighbours. This covers all kinds of dropout in
     ``torch.nn.functional``, attention's included. DropPath and StochasticDepth draw one number for
-    each example. The first call refuses other draws by name.
+    each example. The first call refuses other draws of torch, and of the global generators of
+    Python and numpy, by name. It does not see generators of the module's, such as
+    ``numpy.random.default_rng()``.
 
     **Units** are for models that do not fit one device, as in ZeRO-3. Pass ``ps.shard(params,
     axis)`` and ``gather="loss"`` to the step. A unit's params are full while the unit runs, in the

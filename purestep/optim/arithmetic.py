@@ -142,9 +142,9 @@ class ForeachArithmetic:
         return x
 
     def add_(self, x: Column, y: Column | float, alpha: Number = 1) -> Column:
-        """Returns x + alpha · y: in place if x has the wider dtype of both, else in new memory.
+        """Returns x + alpha · y: in place if y's dtype is not wider, else in new memory like y.
 
-        New memory has the dtype of y. A float y is added in place, and alpha is then not used.
+        Unequal dtypes must have a wider one. A float y is added in place; alpha is then not used.
         """
         if not isinstance(y, Sequence):
             foreach.add_(x, y)

@@ -104,7 +104,8 @@ def elementwise(
 
     ``formula(grads, params, *slots)`` returns new params or updates, and the new slots, which are
     the trees of the state. It gets gradients in float32 at least. An update raises ``ValueError``
-    unless its arguments fit together.
+    unless its arguments fit together, and ``TypeError`` where a gradient or param is no tensor.
+    ``update_`` checks nothing where ``applied`` is False on the host.
 
     Args:
         cls: ``Optimizer`` or ``Transform``. The formula returns new params, or updates.
@@ -220,6 +221,9 @@ class StateFields:
         if not isinstance(state, self.state_type) or len(state) != len(self.names):
             raise_mismatch(self.init_state, grads, state, like_params)
         step, *slots = state if self.has_step else (None, *state)
+        is_scalar = isinstance(step, Tensor) and step.ndim == 0
+        if self.has_step and not is_scalar:
+            raise_mismatch(self.init_state, grads, state, like_params)
         inputs = flatten_alike(grads, like_params, *slots)
         if inputs is None:
             raise_mismatch(self.init_state, grads, state, like_params)
@@ -271,8 +275,11 @@ def apply_by_leaf(
     trees = []
     for position, like in enumerate([first_tree, *slot_trees]):
         column = [row[position] for row in rows]
-        _, spec = tree.flatten(like)  # A dict keeps the order of its keys.
-        trees.append(tree.unflatten(spec, column))
+        by_key = tree.unflatten(inputs.spec, column)
+        # A dict and an ``OrderedDict``, whose keys have other orders, are equal in structure.
+        _, spec = tree.flatten(like)
+        leaves = tree.tensors_matching(spec, by_key) or []
+        trees.append(tree.unflatten(spec, leaves))
     return trees
 
 

@@ -159,8 +159,8 @@ def adamw(
     too. Under transforms, plain arithmetic gives the same bits on the host, in vectors of sixteen
     elements. The last elements of a leaf, beyond these vectors, may differ by a rounding. On CUDA,
     the kernel rounds a rate that is a tensor, such as a schedule's, to float32; plain arithmetic
-    does not. No leaf uses the kernel with a ``weight_decay`` that is a tensor on a device, or if it
-    or the rate requires grad.
+    does not. No leaf uses the kernel with a ``weight_decay`` that is a tensor on a device. Nor does
+    one if that, the rate or a gradient requires grad.
 
     Adam is ``adamw(learning_rate, weight_decay=0.0)``. Raises ``ValueError`` for negative numbers,
     and unless ``b1`` and ``b2`` are below 1.

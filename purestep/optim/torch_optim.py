@@ -70,9 +70,9 @@ def from_torch(
     cast to the params' dtype, as torch needs. Under ``vmap``, ``grad``, ``jvp`` or
     ``torch.compile``, or if an argument or a rate requires grad, an update raises ``ValueError``:
     torch's in-place steps have wrong derivatives there. Under ``torch.no_grad()``, ``update`` takes
-    such arguments. ``init`` raises ``ValueError`` for such a rate, and for a ``Shard`` if the
-    algorithm is not elementwise. It raises ``TypeError`` if the algorithm's state has more than
-    tensors and None.
+    such arguments, but no ``lr`` that requires grad. ``init`` raises ``ValueError`` for such a
+    rate, and for a ``Shard`` if the algorithm is not elementwise. It raises ``TypeError`` if the
+    algorithm's state has more than tensors and None.
 
     Args:
         algorithm: the class, such as ``torch.optim.RMSprop``. One whose step takes a ``closure``

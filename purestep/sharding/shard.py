@@ -5,6 +5,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis import Axis, check_axis, pvary
+from purestep.axis.collectives import shares_ranks
 from purestep.sharding.gather import gather_shards
 from purestep.sharding.layout import pad_dim
 from purestep.tree.shard import Shard, ShardSpec
@@ -16,8 +17,11 @@ def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
 
     Every rank passes the same full tensors; gradients by them are summed over ranks. The parts are
     copies, and the last ones may be shorter, or padded with zeros where ranks run one program. A
-    scalar is copied, not sharded. The part in a ``Shard`` is sharded in turn. Raises ``ValueError``
-    for a leaf that has no such ``dim``, and ``TypeError`` unless ``axis`` is an axis object.
+    scalar is copied, not sharded. The part in a ``Shard`` over another axis is sharded in turn.
+    Raises ``ValueError`` for a leaf that has no such ``dim``, and for a ``Shard`` over ``axis`` or
+    over ranks in common with it. Where ranks run one program, their number must divide the
+    dimension of a part, else it also raises. Raises ``TypeError`` unless ``axis`` is an axis
+    object.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)
@@ -27,6 +31,14 @@ def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
             [3., 0.]])
     """
     check_axis(axis)
+    _, spec = tree.flatten(tree_)
+    for shard_spec in tree.shard_specs(spec):
+        for other in shard_spec.axes if shard_spec else ():
+            if axis.size > 1 and shares_ranks(axis, other):
+                raise ValueError(
+                    f"a leaf is sharded over {other} already, which has ranks in common with "
+                    f"{axis}: shard it once, or over another dimension of the mesh"
+                )
     full_tensors = pvary(tree_, axis)
     return tree.map(lambda full: _shard_leaf(full, axis, dim), full_tensors)
 

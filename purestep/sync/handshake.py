@@ -203,7 +203,7 @@ def fingerprint(name: str, value: Tree) -> TreeFingerprint:
     """Returns what ranks compare of a tree: a line for each leaf, then one for the containers.
 
     Tensors count with dtype and shape, but without values; strings with their text; other leaves
-    with their type alone. A shard counts with the shape of the full tensor.
+    with their type alone. A leaf in a ``Shard`` counts with the shape of its innermost ``Shard``.
 
     >>> fingerprint("params", {"w": torch.zeros(2)}).lines
     ("params['w']: torch.float32 of shape (2,)", "the structure {'w': *}")
@@ -284,7 +284,7 @@ def _sort_members(members: re.Match[str]) -> str:
 
 
 def hash64(*words: object) -> int:
-    """Hashes the ``repr`` of words to a number from 0 to 2⁶⁴ - 1, alike in every process."""
+    """Hashes the ``repr`` of words to a number from 0 to 2⁶⁴ - 1, equal for equal texts."""
     text = repr(words).encode(errors="replace")
     return int.from_bytes(sha256(text).digest()[:8], "big")
 

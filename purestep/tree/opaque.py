@@ -63,12 +63,15 @@ def detach_opaque(leaf: Any) -> Any:
 
 
 def copy_opaque(leaf: Any) -> Any:
-    """Copies a leaf's containers, with the same tensors in them; a tensor is returned itself."""
+    """Copies the containers that ``map_tensors`` copies, with the same tensors in them.
+
+    A tensor is returned itself.
+    """
     return map_tensors(_same, leaf)
 
 
 def clone_opaque(leaf: Any) -> Any:
-    """Copies a leaf as ``detach_opaque`` does, with its tensors in new memory."""
+    """Copies a leaf with its tensors in new memory, but for those that ``map_tensors`` leaves."""
     return map_tensors(_clone_tensor, leaf)
 
 
@@ -87,8 +90,9 @@ def _clone_tensor(tensor: Tensor) -> Tensor:
 def map_tensors(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
     """Copies a leaf with the results of a function of its tensors in their place.
 
-    It copies dicts, ``UserDict``, lists, tuples and dataclasses. Other objects stay as they are,
-    also subclasses of list and tuple, such as a NamedTuple.
+    It copies dicts, ``UserDict``, lists, tuples and dataclasses. Other objects stay as they are:
+    subclasses of list and tuple, such as a NamedTuple, and other mappings, such as a
+    ``MappingProxyType``. Of a dict that is a dataclass, too, it copies the items alone.
     """
     if isinstance(leaf, Tensor):
         return function(leaf)

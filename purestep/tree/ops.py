@@ -60,9 +60,9 @@ def format_leaf(leaf: Any) -> str:
 def describe_mismatch(actual: Tree, expected: Tree, name: str) -> str | None:
     """Describes the first difference of a tree from the expected one; None if there is none.
 
-    Leaves may be missing or superfluous, or differ in shape or dtype, and containers may differ.
-    Values are not compared. In every leaf, float64, float32, bfloat16 and float16 count as one
-    dtype. ``name`` stands for the tree in the text.
+    Leaves may be missing or superfluous, or differ in shape, dtype or, if no tensors, in type.
+    Containers may differ. Values are not compared. In every leaf, float64, float32, bfloat16 and
+    float16 count as one dtype. ``name`` stands for the tree in the text.
 
     >>> describe_mismatch({"w": torch.ones(2)}, {"v": torch.ones(2)}, "params")
     "params['v'] is missing"
@@ -143,8 +143,9 @@ def copy_(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     Returns the tree of these buffers. Leaves are written one by one, so a leaf of ``new`` must not
     share memory with another leaf of ``old``. If any leaf requires grad, also under
     ``torch.no_grad()``, or a transform or forward mode is active, ``old`` stays as it is. The
-    values are then returned in other tensors. Raises ValueError unless both have the same
-    containers, shapes and dtypes.
+    result then holds leaves of ``new`` without a condition, else new tensors. A leaf that both
+    trees share is returned itself. Raises ValueError unless both have the same containers, shapes
+    and dtypes.
 
     >>> old = {"w": torch.zeros(2)}
     >>> copy_(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old

@@ -204,7 +204,8 @@ def is_same_spec(one: TreeSpec, other: TreeSpec) -> bool:
 def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
     """Returns, for each leaf of ``tree``, the leaf of ``prefix`` above it; dicts pair by key.
 
-    Raises ValueError if ``prefix`` has other containers than the top of ``tree``.
+    Raises ValueError if ``prefix`` has containers of other types, lengths or keys than the top of
+    ``tree``. What else a node holds, as a ``Shard``'s axis, is not compared.
 
     >>> broadcast_prefix({"a": "all of it", "b": "one"}, {"a": [1, 2], "b": 3})
     ['all of it', 'all of it', 'one']
