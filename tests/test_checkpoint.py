@@ -423,6 +423,18 @@ def test_the_last_steps_are_kept(tmp_path: Path) -> None:
         checkpoint.save_step(folder / "notes", 1, state)
 
 
+def test_a_folder_that_a_killed_save_left_stops_no_later_save(tmp_path: Path) -> None:
+    """A resumed run saves that step as a file; later the file gets the name of the folder."""
+    left = tmp_path / "00000001.unfinished"
+    left.mkdir()
+    (left / "__0_0.distcp").write_text("killed")
+
+    for step in (1, 2, 3):
+        checkpoint.save_step(tmp_path, step, STATE, keep=1)
+
+    assert list_files(tmp_path) == {"00000003"}
+
+
 NO_NUMBER = "must be a whole number, [01] or more"
 LATER = r"run holds step 100000000, which is later than 30: .*remove what is later"
 WRONG_STEPS: list[dict[str, Any]] = [

@@ -248,20 +248,31 @@ def prune_checkpoints(path: Path, keep: int, group: Group) -> None:
     """
     if not is_first(group):
         return
+    step = _parse_step(path)
     with suppress(FileNotFoundError):  # Another program does the same here.
+        # Before a rename: where a killed save left the folder 00000100.unfinished, the file
+        # 00000100 cannot take its name.
+        _remove_unfinished(path.parent, step)
         checkpoints = _list_matches(path.parent, _CHECKPOINT)
         checkpoints.sort(key=_parse_step)
         for old in checkpoints[:-keep]:
             # Renamed first: a checkpoint that is removed in part must not look complete.
             old.rename(f"{old}{UNFINISHED}")
-        step = _parse_step(path)
-        for unfinished in _list_matches(path.parent, _UNFINISHED_CHECKPOINT):
-            if _parse_step(unfinished) >= step:
-                continue
-            if unfinished.is_dir():
-                shutil.rmtree(unfinished)
-            else:
-                unfinished.unlink()
+        _remove_unfinished(path.parent, step)
+
+
+def _remove_unfinished(folder: Path, step: int) -> None:
+    """Removes the unfinished files and folders of the steps before ``step`` in a folder.
+
+    Raises ``FileNotFoundError`` if another program removes one at the same time.
+    """
+    for unfinished in _list_matches(folder, _UNFINISHED_CHECKPOINT):
+        if _parse_step(unfinished) >= step:
+            continue
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
+        else:
+            unfinished.unlink()
 
 
 def _list_matches(folder: File, name: re.Pattern[str]) -> list[Path]:
