@@ -210,6 +210,13 @@ def test_a_file_that_is_no_checkpoint_is_refused_and_not_run(path: Path) -> None
         checkpoint.load(path, STATE)
 
 
+def test_a_path_that_cannot_be_read_is_no_missing_file(path: Path) -> None:
+    """A program that starts anew where no file is must not do so here."""
+    checkpoint.save(path, STATE)
+    with pytest.raises(NotADirectoryError, match="state/below"):
+        checkpoint.load(path / "below", STATE)
+
+
 def test_export_writes_what_other_libraries_read(path: Path) -> None:
     """Also tensors that share memory, or are not contiguous."""
     w = random_bits(torch.bfloat16, 7, 3)

@@ -68,9 +68,13 @@ def read_file(path: File, like: NamedLeaves) -> SavedLeaves:
     """Reads the leaves of ``like`` from a file to their devices; of a ``Shard``, this rank's part.
 
     The leaves are new. Raises ``ValueError`` if the file is damaged, or if names, shapes or dtypes
-    differ from ``like``, and ``FileNotFoundError`` if there is no file. The ``save_id`` is the
-    checksum.
+    differ from ``like``. Raises ``FileNotFoundError`` if there is no file, and another ``OSError``
+    if it cannot be read. The ``save_id`` is the checksum.
     """
+    # safe_open calls each file missing that it cannot open, also one without permission to read. A
+    # program that then starts anew would lose its run.
+    with open(path, "rb"):
+        pass
     loaded = {name: state.empty_like(leaf) for name, leaf in like.items()}
     formatted = {}
     checksum = 0

@@ -98,8 +98,9 @@ def load(path: File, like: Tree) -> Tree:
     Its tensors are new. ``like`` must be a tree that ``state_dict`` takes. Names, shapes and dtypes
     must equal those of ``like``: else ``ValueError`` lists the first differences. A file or folder
     that was cut short or changed also raises ``ValueError``, and so does a folder of ``save_step``:
-    load its ``latest_checkpoint``. A missing file raises ``FileNotFoundError``. Loading a file runs
-    no code. A folder holds a pickle, so load no folder that you do not trust.
+    load its ``latest_checkpoint``. A missing file raises ``FileNotFoundError``, and one that cannot
+    be read another ``OSError``. Loading a file runs no code. A folder holds a pickle, so load no
+    folder that you do not trust.
 
     Any number of ranks can load a checkpoint, whatever number saved it. Where ``like`` has a
     ``Shard``, each rank loads its shard. Where ``like`` has a tensor, each rank loads all of it. If
