@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,25 @@ def test_other_dtypes_and_scalars_are_converted(tmp_path: Path) -> None:
     loaded = load_safetensors(path, like=like)
     expected = {"s": torch.tensor(2.0).bfloat16(), "w": torch.tensor([1.0, 2.0])}
     assert_same(loaded, expected)
+
+
+def describe_device(make: Callable[[], Tensor]) -> str:
+    """Returns the device of a tensor, or the error where it cannot be made."""
+    try:
+        return str(make().device)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_device_0_is_the_first_accelerator(tmp_path: Path) -> None:
+    """Without an accelerator it is refused, as torch refuses it."""
+    path = tmp_path / "model.safetensors"
+    state = {"w": torch.ones(2)}
+    export_safetensors(path, state)
+
+    device = describe_device(lambda: load_safetensors(path, state, device=0)["w"])
+
+    assert device == describe_device(lambda: torch.empty(2, device=0))
 
 
 def test_params_without_values_are_refused() -> None:

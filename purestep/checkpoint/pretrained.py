@@ -63,7 +63,7 @@ def load_safetensors(
     path: File,
     like: Mapping[str, Tensor | Shard],
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
 ) -> dict[str, Any]:
     """Loads named tensors from safetensors that any tool wrote; of a ``Shard``, this rank's part.
 
@@ -229,7 +229,7 @@ def _read_leaf(
     name: str,
     saved: _SavedTensor,
     leaf: Tensor | Shard,
-    device: torch.device | str | None,
+    device: torch.device | str | int | None,
 ) -> Tensor | Shard:
     """Reads a tensor, or this rank's part of it, in the dtype of ``leaf``, to ``device``.
 
@@ -262,15 +262,16 @@ def _read_leaf(
 def _convert(
     loaded: Tensor,
     like: Tensor,
-    device: torch.device | str | None,
+    device: torch.device | str | int | None,
     default_device: torch.device | str = "cpu",
 ) -> Tensor:
     """Converts a tensor to the dtype of ``like``, and moves it to ``device``.
 
     None is the device of ``like``, or ``default_device`` if ``like`` is on the meta device.
     """
-    target = device or (default_device if like.is_meta else like.device)
-    return loaded.to(target, like.dtype)
+    if device is None:
+        device = default_device if like.is_meta else like.device
+    return loaded.to(device, like.dtype)
 
 
 def _read_block(saved: _SavedTensor, block: Sequence[tuple[int, int]]) -> Tensor:
