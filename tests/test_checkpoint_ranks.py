@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +373,26 @@ def test_different_paths_on_different_ranks_are_refused(
         ps.checkpoint.save(one, SMALL | {"w": torch.full((5, 3), 0.0)})
         ps.checkpoint.save(two, SMALL | {"w": torch.full((5, 3), 1.0)})
     assert list_files(path.parent) == {"one", "two"}
+
+
+def save_in_own_folder(rank: int, path: Path) -> tuple[str, str]:
+    """Saves to one relative path in a working directory of the rank's own."""
+    own = path / str(rank)
+    own.mkdir(parents=True)
+    with chdir(own):
+        return catch_error(lambda: save_small(rank, Path("state")))
+
+
+def test_ranks_that_write_to_different_folders_are_refused(
+    three: World, path: Path
+) -> None:
+    """As on disks that the ranks do not share: no checkpoint without the files of the others."""
+    errors = call_on_all_ranks(three, save_in_own_folder, path)
+    for rank, (error, text) in enumerate(errors):
+        assert error == ("RankError" if rank else "OSError")
+        assert "__1_0.distcp is missing" in text
+        assert "give all ranks one path, on a disk that they share" in text
+    assert list_files(path / "0") == set()
 
 
 def test_pieces_that_no_processes_hold_are_refused(path: Path) -> None:

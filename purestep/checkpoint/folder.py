@@ -145,8 +145,8 @@ def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
 
     Without a group, a file that exists is replaced. All ranks of a group call it together. They all
     raise if one fails, or if ``path`` is a file or a folder that holds files. What cannot be
-    written raises ``OSError``, on the other ranks perhaps ``RankError``. A ``Shard`` over an axis
-    that is no ``MeshAxis`` raises ``TypeError``.
+    written raises ``OSError``, on the other ranks perhaps ``RankError``. So do ranks that write to
+    different folders. A ``Shard`` over an axis that is no ``MeshAxis`` raises ``TypeError``.
     """
     if group is None:
         tensors = {name: state.local_tensor(leaf) for name, leaf in leaves.items()}
@@ -169,6 +169,7 @@ def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
             _append_crc(unfinished / ".metadata")
 
     def rename_to_target() -> None:
+        _check_files_exist(unfinished, metadata)
         unfinished.rename(target)
 
     with path_in_errors(path):
@@ -176,7 +177,7 @@ def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
             # Removes what a killed program wrote, before any rank makes the folder.
             on_first_rank(group, remove_unfinished)
             tensors = {name: _to_block(leaf) for name, leaf in leaves.items()}
-            save(tensors, checkpoint_id=unfinished, process_group=group)
+            metadata = save(tensors, checkpoint_id=unfinished, process_group=group)
             on_all_ranks(group, append_checksums)
             on_first_rank(group, rename_to_target)
         except CheckpointException as failure:  # It is no Exception.
@@ -187,6 +188,20 @@ def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
         finally:
             if is_first(group):
                 remove_unfinished()
+
+
+def _check_files_exist(folder: Path, metadata: Any) -> None:
+    """Raises ``OSError`` unless a folder has each file that the metadata of a save names.
+
+    It lacks them if another rank wrote to a different disk, or by a relative path from another
+    working directory.
+    """
+    files = {entry.relative_path for entry in metadata.storage_data.values()}
+    for file in sorted(files):
+        if not (folder / file).exists():
+            raise OSError(
+                f"{file} is missing in {folder}: give all ranks one path, on a disk that they share"
+            )
 
 
 def read_folder(path: File, like: NamedLeaves) -> SavedLeaves:

@@ -53,8 +53,9 @@ def save(path: File, tree: Tree) -> None:
 
     A tree with ``Shard`` over a ``MeshAxis`` goes to a folder, by ``torch.distributed.checkpoint``.
     All processes call ``save``, and each writes its shards. Replicated tensors are written once.
-    The folder appears when it is complete. Its name must be new. If ``save`` fails on one
-    rank, that rank raises its error, and the others ``OSError`` or ``RankError``.
+    The folder appears when it is complete. Its name must be new, on a disk that all share. If
+    ``save`` fails on one rank, that rank raises its error, and the others ``OSError`` or
+    ``RankError``.
 
     ``TypeError`` and ``ValueError`` name what ``state_dict`` refuses, and ``OSError`` what cannot
     be written. A ``path`` that is neither a ``str`` nor an ``os.PathLike`` raises ``TypeError``. A
