@@ -241,7 +241,10 @@ NOT_EXPORTED: list[tuple[Any, str]] = [
         {"__metadata__": torch.ones(2)},
         "'__metadata__' is the name of something else",
     ),
-    ({0: torch.ones(2)}, "'int' object"),
+    ({0: torch.ones(2)}, "has the key 0: names in files are texts"),
+    ({"w": torch.ones(2), 0: None}, "has the key 0"),
+    ([("w", torch.ones(2))], "must be a dict of tensors by name, got list"),
+    ("model", "got str: pass the params"),
 ]
 
 

@@ -194,6 +194,10 @@ def save_behind(_: int, path: Path) -> None:
         background.save_step(path, 1, sharded([torch.randn(10**5)]))
 
 
+def export_number(rank: int, path: Path) -> None:
+    ps.checkpoint.export_safetensors(path, with_number(rank))
+
+
 def export_much(_: int, path: Path) -> None:
     ps.checkpoint.export_safetensors(path / "state", sharded({"w": torch.randn(10**5)}))
 
@@ -206,6 +210,7 @@ ACTS: dict[str, Callable[[int, Path], Any]] = {
     "save an earlier step": save_earlier_step,
     "save a number": lambda rank, path: ps.checkpoint.save(path, with_number(rank)),
     "load a number": lambda rank, path: ps.checkpoint.load(path, with_number(rank)),
+    "export a number": export_number,
     "save other names": save_other_names,
     "save a short piece": save_short_shard,
     "save simulated": save_simulated,
@@ -336,6 +341,7 @@ def test_each_changed_missing_or_further_byte_is_noticed(
 NO_STATE = {
     "save a number": r"tree\['n'\] is int, no tensor",
     "load a number": r"tree\['n'\] is int, no tensor",
+    "export a number": "'n' is int, no tensor",
     "save other names": r"rank 1 differs .* tree\['w'\], torch.float32 of shape \(1,\): ",
     "save a short piece": r"tree\['w'\].local has shape \(2,\), but this rank's piece of",
     "save simulated": r"a Shard over LocalAxis\(\) is not saved by processes",

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -77,12 +77,21 @@ def save(path: File, tree: Tree) -> None:
     write_folder(path, leaves, group)
 
 
-def agree_on_leaves(path: File, tree: Tree, group: Group) -> NamedLeaves:
+def agree_on_leaves(
+    path: File,
+    tree: Tree,
+    group: Group,
+    check: Callable[[Tree], None] = lambda _: None,
+) -> NamedLeaves:
     """Returns the leaves that this rank saves, by name, after all ranks have compared theirs.
 
     Raises on all ranks, as ``on_all_ranks`` does, if paths, names, shapes or dtypes differ, or if
-    one rank fails. If ``group`` is None, nothing is compared.
+    one rank fails, as where ``check`` refuses its tree. If ``group`` is None, nothing is compared.
     """
+
+    def name_leaves() -> NamedLeaves:
+        check(tree)
+        return state.named_leaves(tree)
 
     def describe(leaves: NamedLeaves) -> set[str]:
         description = {os.fspath(path)}
@@ -90,7 +99,7 @@ def agree_on_leaves(path: File, tree: Tree, group: Group) -> NamedLeaves:
             description.add(f"{name}, {state.format_named_leaf(leaf)}")
         return description
 
-    return on_all_ranks(group, lambda: state.named_leaves(tree), describe)
+    return on_all_ranks(group, name_leaves, describe)
 
 
 def load(path: File, like: Tree) -> Tree:
@@ -148,8 +157,9 @@ def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> Non
     process fails, all raise. Without ``Shard``, call it on one rank.
 
     An older file is replaced. A value that is neither a ``Shard`` nor a plain dense tensor with
-    values raises ``TypeError``, and so does the name "__metadata__". A ``Shard`` without a process
-    group raises ``ValueError``. A file or dtype that cannot be written raises ``OSError``.
+    values raises ``TypeError``. So do a name that is no ``str``, and the name "__metadata__". A
+    ``Shard`` without a process group raises ``ValueError``. A file or dtype that cannot be written
+    raises ``OSError``.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -157,22 +167,38 @@ def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> Non
     ...     os.listdir(folder)
     ['model.safetensors']
     """
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor | Shard) or name == "__metadata__":
-            raise TypeError(
-                f"export takes tensors by name, such as the params of ps.from_module: {name!r} is "
-                f"{trees.format_leaf(tensor)}; '__metadata__' is the name of "
-                "something else in the format"
-            )
-    tree = dict(tensors)
+    # Other mappings are no trees. What is no mapping is refused below, by all ranks if it is a tree
+    # with Shard, as a list.
+    tree = dict(tensors) if isinstance(tensors, Mapping) else tensors
     group = save_group(tree)
-    leaves = agree_on_leaves(path, tree, group)
+    leaves = agree_on_leaves(path, tree, group, _check_exported)
     full_tensors = {}
     for name, leaf in zip(sorted(tensors), leaves.values(), strict=True):
         full_tensor = unshard(leaf)
         if is_first(group):
             full_tensors[name] = full_tensor.cpu()
     on_first_rank(group, lambda: write_file(path, full_tensors))
+
+
+def _check_exported(tensors: object) -> None:
+    """Raises ``TypeError`` unless an argument maps texts to tensors or ``Shard``s."""
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"tensors must be a dict of tensors by name, got {type(tensors).__name__}: pass the "
+            "params of ps.from_module, or module.state_dict()"
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(
+                f"tensors has the key {name!r}: names in files are texts, as those of "
+                "ps.from_module; pass {str(name): tensor}"
+            )
+        if not isinstance(tensor, Tensor | Shard) or name == "__metadata__":
+            raise TypeError(
+                f"export takes tensors by name, such as the params of ps.from_module: {name!r} is "
+                f"{trees.format_leaf(tensor)}; '__metadata__' is the name of "
+                "something else in the format"
+            )
 
 
 def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
