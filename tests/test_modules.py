@@ -186,6 +186,58 @@ def test_params_that_do_not_fit_are_not_written() -> None:
     assert torch.equal(module.a.bias, params["a.bias"])
 
 
+def test_params_on_meta_are_not_written() -> None:
+    module = linear()
+    params, _ = ps.from_module(module)
+    weight = torch.ones_like(params["weight"])
+    bias = params["bias"].to("meta")
+    with pytest.raises(ValueError, match="bias is on the meta device"):
+        ps.to_module(
+            {"weight": weight, "bias": bias},
+            module,
+        )
+    assert torch.equal(module.weight, params["weight"])
+
+    module.to("meta")
+    message = r"weight of the module is on the meta device.* module\.to_empty"
+    with pytest.raises(ValueError, match=message):
+        ps.to_module({"weight": weight}, module)
+
+
+SHARD = ps.Shard(torch.ones(D), ps.VmapAxis(1), (D,))
+NOT_WRITTEN: list[tuple[Any, type[Exception], str]] = [
+    (
+        3.0,
+        TypeError,
+        "is 3.0, no tensor",
+    ),
+    (
+        None,
+        TypeError,
+        "is None, no tensor",
+    ),
+    (
+        SHARD,
+        ValueError,
+        "is a shard over",
+    ),
+]
+
+
+@pytest.mark.parametrize(("value", "error", "message"), NOT_WRITTEN)
+def test_values_that_are_no_tensors_are_not_written(
+    value: Any,
+    error: type[Exception],
+    message: str,
+) -> None:
+    module = nn.BatchNorm1d(D).eval()
+    with pytest.raises(error, match=f"bias.* {message}"):
+        ps.to_module({"bias": value}, module)
+    buffers = {"running_mean": value}
+    with pytest.raises(error, match=f"running_mean.* {message}"):
+        ps.to_module({}, module, buffers=buffers)
+
+
 def test_params_and_buffers_are_written_by_any_of_their_names() -> None:
     module = make_module("tied")
     params, _ = ps.from_module(module)

@@ -189,7 +189,8 @@ def to_module(
     Raises ``ValueError``, and writes nothing, for names that the module lacks, for other shapes or
     dtypes, and for donated params. It also does so for a ``Shard``, unless its axis is the mesh of
     the module's DTensor. It does so if such statistics are missing, and for any BatchNorm without
-    them. Raises ``TypeError`` if ``module`` is no module, or the others are no mappings.
+    them. It does so for values on the meta device, and for a module there. Raises ``TypeError`` if
+    ``module`` is no module, or the others are no mappings of tensors.
 
     >>> module = torch.nn.Linear(1, 1)
     >>> to_module({"bias": torch.tensor([3.0])}, module)
@@ -210,6 +211,8 @@ def to_module(
     validation.check_names(
         "buffers", buffers, module_buffers, required, first_call.BUFFERS_HINT
     )
+    validation.check_are_tensors("params", params)
+    validation.check_are_tensors("buffers", buffers)
     targets: dict[str, Tensor] = {}
     for name, tensor in (parameters | module_buffers).items():
         targets[name] = tensor_parallel.local_part(tensor)
@@ -218,19 +221,12 @@ def to_module(
         if DONATED in vars(param):
             raise reused_donation_error(f"params[{name!r}]")
     for name, buffer in buffers.items():
-        values[name] = _to_buffer_dtype(buffer, module_buffers[name])
+        values[name] = buffer
+        if not is_shard(buffer):
+            values[name] = _to_buffer_dtype(buffer, module_buffers[name])
     # All are checked before the first is written.
     for name, value in values.items():
-        if is_shard(value):
-            raise ValueError(
-                f"{name} is a shard over {value.axis}: pass ps.unshard(params)"
-            )
-        expected = tree.format_leaf(targets[name])
-        if tree.format_leaf(value) != expected:
-            raise ValueError(
-                f"{name} is {tree.format_leaf(value)}, and the module's is {expected}: "
-                "write back to the module that from_module took, or one like it"
-            )
+        validation.check_writable(name, value, targets[name])
     with torch.no_grad():
         for name, value in values.items():
             targets[name].copy_(value)

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from purestep import tree
 from purestep.nn.tensor_parallel import local_part
 from purestep.torch_private import has_backward_hooks
+from purestep.tree.shard import is_shard
 from purestep.validation import memory_span
 
 _WRAPPERS = {
@@ -205,6 +206,47 @@ def check_names(
         if unknown:
             parts.append(f"has {format_names(unknown)}, which this module has not")
         raise ValueError(f"{what} {', and '.join(parts)}: {hint}")
+
+
+def check_are_tensors(what: str, values: Mapping[str, Any]) -> None:
+    """Raises ``TypeError`` for a value that is neither a tensor nor a ``Shard``.
+
+    ``what`` names the mapping in the message.
+    """
+    for name, value in values.items():
+        if not isinstance(value, Tensor) and not is_shard(value):
+            raise TypeError(
+                f"{what}[{name!r}] is {value!r:.80}, no tensor: pass a tensor, as "
+                f"torch.tensor(3.0), or leave {name} out"
+            )
+
+
+def check_writable(name: str, value: Any, target: Tensor) -> None:
+    """Raises ``ValueError`` unless a value can be written to the module's tensor of that name.
+
+    A ``Shard`` cannot, nor what is on the meta device or has another shape or dtype.
+    """
+    if is_shard(value):
+        raise ValueError(
+            f"{name} is a shard over {value.axis}: pass ps.unshard(params)"
+        )
+    expected = tree.format_leaf(target)
+    if tree.format_leaf(value) != expected:
+        raise ValueError(
+            f"{name} is {tree.format_leaf(value)}, and the module's is {expected}: "
+            "write back to the module that from_module took, or one like it"
+        )
+    # torch's ``copy_`` to "meta" writes nothing, without a word.
+    if target.is_meta:
+        raise ValueError(
+            f"{name} of the module is on the meta device, which holds no values: call "
+            "module.to_empty(device=...) first"
+        )
+    if value.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device and has no values to write: load them first, as by "
+            "ps.checkpoint.load_safetensors"
+        )
 
 
 def format_names(names: Iterable[str]) -> str:
