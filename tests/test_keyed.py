@@ -255,6 +255,37 @@ def test_attention(settings: dict[str, Any]) -> None:
         assert leaf.isfinite().all()
 
 
+def attend_with_added_integers(x: Tensor) -> Tensor:
+    mask = MASK.long()
+    return attend(x, x, x, attn_mask=mask, dropout_p=0.5)
+
+
+def attend_with_two_heads_to_four(x: Tensor) -> Tensor:
+    key = x[:, :, None]
+    query = key[:, :2]
+    return attend(query, key, key, dropout_p=0.5, enable_gqa=True)
+
+
+REFUSED_ATTENTION: list[tuple[Layer, str]] = [
+    (
+        attend_with_added_integers,
+        r"attn_mask is torch\.int64: pass attn_mask\.bool",
+    ),
+    (
+        attend_with_two_heads_to_four,
+        r"2 heads of query and 4 heads of key: ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), REFUSED_ATTENTION)
+def test_attention_that_torch_refuses(function: Layer, message: str) -> None:
+    with pytest.raises(RuntimeError):
+        function(X)
+    with pytest.raises(ValueError, match=message):
+        call_with_keys(function)
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_multihead_attention(

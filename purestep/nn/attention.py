@@ -37,9 +37,11 @@ def compute_attention(
         dropout(softmax(q kᵀ / √d + mask)) v
 
     With ``dropout_p=0``, torch's kernels run, and ``dropout`` is not called. Otherwise, it gets the
-    weights, in float32 or wider, and ``dropout_p``. Then ``attn_mask`` beside ``is_causal`` raises
-    ``ValueError``, and the result has the dtype of ``query``, also under autocast. As in torch, a
-    query that may attend to nothing gets zeros.
+    weights, in float32 or wider, and ``dropout_p``. The result has the dtype of ``query``, also
+    under autocast. As in torch, a query that may attend to nothing gets zeros.
+
+    Raises ``ValueError`` for what torch refuses: ``attn_mask`` beside ``is_causal``, a mask of
+    integers, and, with ``enable_gqa``, heads of keys or values that do not divide the queries'.
 
     The other arguments are torch's, in torch's order, since modules pass some by position.
 
@@ -64,9 +66,8 @@ def compute_attention(
             enable_gqa=enable_gqa,
         )
     if enable_gqa:
-        queries_per_key = query.shape[-3] // key.shape[-3]
-        key = key.repeat_interleave(queries_per_key, -3)
-        value = value.repeat_interleave(queries_per_key, -3)
+        key = _repeat_heads("key", key, query.shape[-3])
+        value = _repeat_heads("value", value, query.shape[-3])
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     if is_causal:
@@ -86,6 +87,11 @@ def compute_attention(
         if attn_mask is not None:
             if attn_mask.dtype == torch.bool:
                 scores = scores.masked_fill(~attn_mask, -math.inf)
+            elif not attn_mask.is_floating_point():
+                raise ValueError(
+                    f"attn_mask is {attn_mask.dtype}: pass attn_mask.bool(), True where a query "
+                    "attends, or floats that are added to the scores"
+                )
             else:
                 scores = scores + attn_mask.to(wide_dtype)
         # softmax of a row of -inf is NaN. As in torch, a query that may attend to nothing gets
@@ -94,6 +100,20 @@ def compute_attention(
         weights = scores.masked_fill(is_empty, 0).softmax(-1).masked_fill(is_empty, 0)
         output = dropout(weights, dropout_p) @ value.to(wide_dtype)
     return output.to(query.dtype)
+
+
+def _repeat_heads(name: str, heads: Tensor, num_queries: int) -> Tensor:
+    """Repeats the heads of keys or values, so that there is one for each head of the queries.
+
+    Raises ``ValueError`` if their number does not divide ``num_queries``; ``name`` is for the text.
+    """
+    num_heads = heads.shape[-3]
+    if num_queries % num_heads != 0:
+        raise ValueError(
+            f"enable_gqa=True with {num_queries} heads of query and {num_heads} heads of {name}: "
+            f"the heads of query must be a multiple of those of {name}"
+        )
+    return heads.repeat_interleave(num_queries // num_heads, -3)
 
 
 class CarriedDropout:
