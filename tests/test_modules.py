@@ -361,6 +361,13 @@ def aliased() -> nn.Module:
     return nn.Sequential(first, second)
 
 
+def buffered() -> nn.Module:
+    """Makes a buffer of a parameter."""
+    module = linear()
+    module.register_buffer("alias", module.weight)
+    return module
+
+
 def overlapping() -> nn.Module:
     """Makes parameters of which each has numbers of the other."""
     six = torch.zeros(6)
@@ -451,6 +458,11 @@ REFUSED = [
         r"^weight, which trains, shares memory with kept\[0\], .* compute kept\[0\] in forward",
     ),
     Refused(
+        buffered,
+        ValueError,
+        r"^the buffer alias is the parameter weight, which trains: ",
+    ),
+    Refused(
         lambda: with_param(torch.ones(3, dtype=torch.complex64)),
         TypeError,
         r"chooses at, which is torch\.complex64 .* torch\.view_as_real\(p\)",
@@ -511,6 +523,23 @@ def test_spectral_norm_is_allowed_in_evaluations() -> None:
     x = torch.randn(D + 1, D)
     params, apply = ps.from_module(module)
     assert torch.equal(apply.eval(params, x), module.eval()(x))
+
+
+def test_tensors_beside_a_param_that_ends_in_orig_keep_their_names() -> None:
+    """They are registered, unlike a weight that ``spectral_norm`` computes."""
+    module = linear()
+    module.weight.requires_grad_(False)
+    module.weight_orig = nn.Parameter(torch.ones(1))
+    module.scale_orig = nn.Parameter(torch.ones(1))
+    module.register_buffer("scale", torch.ones(1))
+
+    params, apply = ps.from_module(module)
+
+    assert list(params) == ["bias", "weight_orig", "scale_orig"]
+    assert list(apply.frozen) == ["weight"]
+    buffers = dict(module.named_buffers())
+    _, after = apply(params, torch.ones(D), buffers=buffers)
+    assert list(after) == ["scale"]
 
 
 # Calls that are refused

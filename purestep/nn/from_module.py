@@ -263,6 +263,7 @@ class Apply:
         skip_compilation(Apply.__call__)
         tensors = name_tensors(module, trained)
         validation.check_trained(trained, tensors)
+        validation.check_no_buffer_trains(trained, module)
         # Weakly: where the module is gone, the memory of its parameters is free.
         self._own_storages = first_call.OwnStorages(trained)
         self._names = [*trained]
@@ -552,12 +553,14 @@ def name_tensors(module: Module, trained: Mapping[str, Parameter]) -> dict[str, 
 
     First come ``trained``, then buffers, other parameters, and tensors in attributes and in
     containers there. Those in sets and in other objects are left out. A tensor with several names
-    has the first one. The weight that ``spectral_norm`` computes from ``weight_orig`` is left out.
+    has the first one. The weight that ``spectral_norm`` computes from ``weight_orig`` is left out:
+    an attribute that is no parameter or buffer.
     """
     parameters = dict(module.named_parameters())
+    buffers = dict(module.named_buffers())
     candidates: list[tuple[str, Any]] = [
         *trained.items(),
-        *module.named_buffers(),
+        *buffers.items(),
         *parameters.items(),
         *rebuild.named_contents(module),
     ]
@@ -566,8 +569,10 @@ def name_tensors(module: Module, trained: Mapping[str, Parameter]) -> dict[str, 
     for name, value in candidates:
         if not isinstance(value, Tensor) or id(value) in seen:
             continue
-        # spectral_norm puts an alias of weight_orig in the place of a weight that it computes.
-        if f"{name}_orig" in parameters and name not in trained:
+        # spectral_norm puts an alias of weight_orig in the place of a weight that it computes. A
+        # buffer ``scale`` beside a parameter ``scale_orig`` is no such alias.
+        is_registered = name in parameters or name in buffers
+        if f"{name}_orig" in parameters and not is_registered:
             continue
         seen.add(id(value))
         tensors[name] = value

@@ -153,6 +153,21 @@ def _shared_memory_error(param: str, other: str) -> ValueError:
     )
 
 
+def check_no_buffer_trains(params: Mapping[str, Parameter], module: Module) -> None:
+    """Raises ``ValueError`` for a param that is a buffer of the module, too.
+
+    A call would have two values for it, one of ``params`` and one of ``buffers``.
+    """
+    names = {id(p): name for name, p in params.items()}
+    for name, buffer in module.named_buffers():
+        if id(buffer) in names:
+            raise ValueError(
+                f"the buffer {name} is the parameter {names[id(buffer)]}, which trains: leave "
+                f"register_buffer out, as in self.{name} = self.{names[id(buffer)]}, or freeze "
+                "the parameter"
+            )
+
+
 def find_written_buffers(module: Module) -> list[str]:
     """Returns the names of buffers of parts in training mode that track running statistics.
 
