@@ -193,6 +193,38 @@ def test_a_module_that_writes_to_its_tensors_is_refused(case: str) -> None:
         assert torch.equal(tensor, old)
 
 
+def empty_buffer(m: Any, x: Tensor) -> Tensor:
+    m.cache = None
+    return m.a(x)
+
+
+def fill_buffer(m: Any, x: Tensor) -> Tensor:
+    m.cache = x
+    return m.a(x)
+
+
+@pytest.mark.parametrize("run", [empty_buffer, fill_buffer])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_is_none_before_or_after_a_call(
+    run: Callable[[Any, Tensor], Tensor],
+    persistent: bool,
+) -> None:
+    """Is refused, since a checkpoint of the module keeps it, but no call does."""
+    x = draw_inputs()
+    module: Any = FunctionModule(run, a=linear()).double()
+    cache = None if run is fill_buffer else torch.ones(3)
+    module.register_buffer("cache", cache, persistent=persistent)
+    params, apply = ps.from_module(module)
+    if not persistent:
+        assert torch.equal(apply(params, x), module.a(x))
+        return
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the module assigns to cache, a buffer"):
+            apply(params, x)
+    assert module.cache is cache
+
+
 def module_that_writes_if_told() -> Any:
     """Makes a module that writes to a buffer when an argument after ``x`` is true.
 

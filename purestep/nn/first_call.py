@@ -28,6 +28,10 @@ _WRITES = (
     "the module writes to {}: compute a new tensor, which each call forgets. Of a buffer, "
     f"{BUFFERS_HINT}. Of Gemma3n, set config.altup_coef_clip = None"
 )
+_EMPTIED = (
+    "the module assigns to {}, a buffer that is None before or after the call: let it be a tensor "
+    "in both, or register it with persistent=False where each call may forget it"
+)
 _OWN_PARAMETER = (
     "the call computes with {} of the module itself, which does not train: a closure, a global "
     "name, a class or another object leads to it. Let forward find it in the module's attributes"
@@ -186,6 +190,39 @@ def check_assigned(module: Module, buffers: Mapping[str, Tensor]) -> None:
         is_other = buffer is not buffers.get(name, buffer)
         if is_other and name in module.state_dict():
             raise ValueError(_WRITES.format(name))
+
+
+def names_of_buffers(module: Module) -> set[str]:
+    """Returns all names of a module's buffers, without those that are None.
+
+    >>> names_of_buffers(torch.nn.BatchNorm1d(1, track_running_stats=False))
+    set()
+    """
+    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
+
+
+def check_emptied(module: Module, original: Module) -> None:
+    """Raises ``ValueError`` if a call has set a buffer to None, or one that was None to a tensor.
+
+    ``original`` is the module as it was before. Buffers with ``persistent=False`` may be assigned.
+
+    >>> original = torch.nn.Module()
+    >>> original.register_buffer("cache", None)
+    >>> module = torch.nn.Module()
+    >>> module.register_buffer("cache", torch.ones(1))
+    >>> check_emptied(module, original)
+    Traceback (most recent call last):
+    ...
+    ValueError: the module assigns to cache, a buffer that is None before or after the call: ...
+    """
+    for full, empty in ((module, original), (original, module)):
+        parts = dict(empty.named_modules(remove_duplicate=False))
+        for name in sorted(names_of_buffers(full) - names_of_buffers(empty)):
+            path, _, attribute = name.rpartition(".")
+            # A call may register new parts and buffers, which ``empty`` lacks.
+            value = getattr(parts.get(path, full), attribute, "missing")
+            if value is None and name in full.state_dict():
+                raise ValueError(_EMPTIED.format(name))
 
 
 def _generator_states() -> tuple[Any, str]:

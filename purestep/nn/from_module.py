@@ -409,7 +409,7 @@ class Apply:
             check_no_rand_in_trace()
         huggingface.check_call(self._models, args, kwargs, output)
         if signature is not None:
-            first_call.check_assigned(module, self._select_buffers(buffer_values))
+            self._check_buffers(module, buffer_values, [*values, *constants.values()])
             self._registers_hooks |= hooks.count_registered() > num_hooks
             self._known.add(signature)
         if buffers is None:
@@ -538,6 +538,23 @@ class Apply:
                 "have parts of it: set the rates of dropout to 0, or call apply without key="
             )
         return dropout.KeyedDropout(key, batch_second=self._batch_second)
+
+    def _check_buffers(
+        self,
+        module: Module,
+        buffer_values: Mapping[str, Tensor],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        """Raises ``ValueError`` if a call on ``module`` has assigned to a persistent buffer.
+
+        Those in ``buffer_values`` may get other tensors, but not None. ``tensors`` are those from
+        which ``module`` was copied.
+        """
+        first_call.check_assigned(module, self._select_buffers(buffer_values))
+        names = dict(module.named_buffers()).keys()
+        if names != self._buffers.keys():
+            original = self._copy_module(tensors, takes_hooks=False)
+            first_call.check_emptied(module, original.module)
 
     def _select_buffers(self, buffer_values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the module's buffers that the caller's ``buffer_values`` do not name."""
