@@ -435,7 +435,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bias": torch.ones(1)}, r"bias of shape \(1,\) .* so shape \(5,\)"),
     ({"labels": torch.tensor([0, 5])}, r"a label is 5: weight has 5 classes"),
     ({"labels": torch.tensor([-1, 0])}, r"a label is -1: .* ignore_index=-100"),
-    ({"label_smoothing": 1.5}, r"label_smoothing=1.5: it is the share"),
+    ({"label_smoothing": 1.5}, r"label_smoothing=1.5: it is a share"),
     ({"label_smoothing": -0.5}, r"label_smoothing=-0.5"),
     ({"soft_cap": 0.0}, r"soft_cap=0.0"),
     ({"soft_cap": torch.inf}, r"soft_cap=inf"),

@@ -26,7 +26,7 @@ GRADS = {
     "b": torch.full((2, 2), -2.0),
 }
 ANY = (
-    r"sgd, adamw or lion, a chain of transforms, or an ps\.optim\.Optimizer of your own"
+    r"sgd, adamw or lion, a chain of transforms, or a ps\.optim\.Optimizer of your own"
 )
 WAYS_OUT = {
     "SGD": r"Take ps\.optim\.sgd\(lr\), which is plain arithmetic",
