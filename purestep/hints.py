@@ -157,6 +157,8 @@ def _list_names(error: KeyError, params: Params, microbatch: Microbatch) -> list
 
     >>> _list_names(KeyError("head"), {"tail": 1}, {"x": 2})[0]
     "this microbatch has ['x']"
+    >>> _list_names(KeyError("z"), dict.fromkeys("abcdefghi"), ())
+    ["params has ['a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'] and 1 more; tied parameters ..."]
     """
     notes = []
     if isinstance(microbatch, Mapping):
