@@ -237,7 +237,8 @@ def _has_stable_repr(key: Any) -> bool:
     class counts as unstable.
     """
     cls = type(key)
-    if cls is tuple or (isinstance(key, tuple) and hasattr(cls, "_fields")):
+    is_named = isinstance(key, tuple) and hasattr(cls, "_fields")
+    if cls in (tuple, torch.Size) or is_named:
         return all(_has_stable_repr(item) for item in key)
     if isinstance(key, Enum):
         return cls.__repr__ in _ENUM_REPRS and _has_stable_repr(key.value)

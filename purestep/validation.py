@@ -340,7 +340,9 @@ def overlaps_itself(tensor: Tensor) -> bool:
         reach += (size - 1) * stride
     if not may_overlap or not tensor.numel():
         return False
-    positions = torch.arange(memory_span(tensor))
+    if tensor.numel() > memory_span(tensor):
+        return True
+    positions = torch.arange(memory_span(tensor), device="cpu")
     used = positions.as_strided(tensor.shape, tensor.stride()).unique()
     return len(used) < tensor.numel()
 

@@ -203,6 +203,10 @@ def fill_buffer(m: Any, x: Tensor) -> Tensor:
     return m.a(x)
 
 
+def fail_in_a_hook(*_: Any) -> None:
+    raise AssertionError("a call saves no state")
+
+
 @pytest.mark.parametrize("run", [empty_buffer, fill_buffer])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_buffer_that_is_none_before_or_after_a_call(
@@ -214,6 +218,7 @@ def test_a_buffer_that_is_none_before_or_after_a_call(
     module: Any = FunctionModule(run, a=linear()).double()
     cache = None if run is fill_buffer else torch.ones(3)
     module.register_buffer("cache", cache, persistent=persistent)
+    module.register_state_dict_post_hook(fail_in_a_hook)
     params, apply = ps.from_module(module)
     if not persistent:
         assert torch.equal(apply(params, x), module.a(x))

@@ -293,6 +293,20 @@ def test_a_clipped_ratio_may_overflow(advantage: float) -> None:
     assert log_ratio.grad == 0
 
 
+def test_a_clip_that_varies_compiles_once() -> None:
+    log_probs = torch.linspace(-1.0, 1.0, 5)
+    acted = torch.zeros(5)
+    ones = torch.ones(5)
+
+    def loss(x: Tensor, clip: float) -> Tensor:
+        return policy_gradient(x, acted, ones, clip=clip)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="eager")
+    for number in range(1, 12):
+        clip = number / 20
+        assert_same(compiled(log_probs, clip), loss(log_probs, clip))
+
+
 Call = Callable[[], Tensor]
 SQUARE = torch.ones(2, 2)
 COLUMN = torch.ones(2, 1)

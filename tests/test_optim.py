@@ -709,6 +709,18 @@ def test_gradients_in_a_dict_of_another_kind_pair_by_key() -> None:
     assert new_params == {"a": -5, "b": -1}
 
 
+def test_a_rate_that_varies_compiles() -> None:
+    def update(w: Tensor, rate: float) -> Any:
+        optimizer = ps.optim.sgd(rate)
+        state = optimizer.init(w)
+        return optimizer.update(w, state, w)[0]
+
+    compiled = torch.compile(update, fullgraph=True, backend="eager")
+    w = torch.ones(2)
+    for rate in (0.0, 0.25, 0.5):
+        assert torch.equal(compiled(w, rate), update(w, rate))
+
+
 @pytest.mark.parametrize("step", [None, 3, torch.tensor([1, 2])])
 def test_a_step_that_is_no_scalar_is_refused(step: Any) -> None:
     optimizer = ps.optim.adamw(0.5)

@@ -182,6 +182,7 @@ KEYS = st.one_of(
     st.integers(-2, 2),
     st.sampled_from(TEXTS),
     st.sampled_from([Part.ENCODER, None, (1, "x"), 0.5, b"a", torch.float32]),
+    st.just(torch.Size([1, 2])),
 )
 MAPPINGS: list[Any] = [OrderedDict, lambda d: defaultdict(list, d), dict]
 SEQUENCES = [list, tuple, deque]

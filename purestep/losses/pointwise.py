@@ -1,7 +1,5 @@
 """Computes losses of one value for each unit: a row, a pair of texts, an action."""
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -125,7 +123,8 @@ def policy_gradient(
         )
     log_ratio = log_probs - old_log_probs
     # Where r is clipped, its exp may overflow, and 0 · ∞ would be NaN: at 90, say, in float32.
-    capped = log_ratio.clamp(max=math.log1p(high) + 1)
+    # exp(1 + high) is clipped, too. No compiler traces ``math.log1p`` of a clip that varies.
+    capped = log_ratio.clamp(max=high + 1)
     ratio = torch.where(advantages < 0, log_ratio, capped).exp()
     clipped_ratio = ratio.clamp(1 - low, 1 + high)
     return -torch.minimum(ratio * advantages, clipped_ratio * advantages)

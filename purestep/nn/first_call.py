@@ -220,8 +220,10 @@ def check_emptied(module: Module, original: Module) -> None:
         for name in sorted(names_of_buffers(full) - names_of_buffers(empty)):
             path, _, attribute = name.rpartition(".")
             # A call may register new parts and buffers, which ``empty`` lacks.
-            value = getattr(parts.get(path, full), attribute, "missing")
-            if value is None and name in full.state_dict():
+            part = parts.get(path)
+            value = getattr(part, attribute, "missing")
+            persists = attribute not in getattr(part, "_non_persistent_buffers_set", ())
+            if value is None and persists:
                 raise ValueError(_EMPTIED.format(name))
 
 

@@ -92,9 +92,11 @@ def check_hyperparams(**hyperparams: object) -> None:
             continue
         if not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-        if math.isnan(float(value)):
+        number = float(value)
+        # NaN alone. A compiler traces this, of a number that varies, and not ``math.isnan``.
+        if number != number:
             raise ValueError(f"{name}={value} is no number, such as 0.1")
-        if float(value) < 0:
+        if number < 0:
             hint = ""
             if name == "learning_rate":
                 hint = (
