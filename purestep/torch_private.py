@@ -556,6 +556,14 @@ def has_backward_hooks(modules_or_tensors: Iterable[Any]) -> bool:
     return False
 
 
+def is_persistent(module: torch.nn.Module, name: str) -> bool:
+    """Returns whether a module's ``state_dict`` has its buffer of this name, without calling it.
+
+    All buffers are persistent if torch no longer has this attribute.
+    """
+    return name not in getattr(module, "_non_persistent_buffers_set", ())
+
+
 def has_additive_masks(config: Any) -> bool:
     """Returns whether a Hugging Face model runs "eager" attention, which adds masks to its scores.
 

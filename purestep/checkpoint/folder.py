@@ -169,7 +169,7 @@ def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
             _append_crc(unfinished / ".metadata")
 
     def rename_to_target() -> None:
-        _check_files_exist(unfinished, metadata)
+        _check_files_exist(unfinished)
         unfinished.rename(target)
 
     with path_in_errors(path):
@@ -177,7 +177,7 @@ def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
             # Removes what a killed program wrote, before any rank makes the folder.
             on_first_rank(group, remove_unfinished)
             tensors = {name: _to_block(leaf) for name, leaf in leaves.items()}
-            metadata = save(tensors, checkpoint_id=unfinished, process_group=group)
+            save(tensors, checkpoint_id=unfinished, process_group=group)
             on_all_ranks(group, append_checksums)
             on_first_rank(group, rename_to_target)
         except CheckpointException as failure:  # It is no Exception.
@@ -190,12 +190,16 @@ def write_folder(path: File, leaves: NamedLeaves, group: Group) -> None:
                 remove_unfinished()
 
 
-def _check_files_exist(folder: Path, metadata: Any) -> None:
-    """Raises ``OSError`` unless a folder has each file that the metadata of a save names.
+def _check_files_exist(folder: Path) -> None:
+    """Raises ``OSError`` unless a folder has each file that its metadata name.
 
     It lacks them if another rank wrote to a different disk, or by a relative path from another
     working directory.
     """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    # Not those that ``save`` returns: in torch 2.11 they name no files.
+    metadata: Any = FileSystemReader(folder).read_metadata()
     files = {entry.relative_path for entry in metadata.storage_data.values()}
     for file in sorted(files):
         if not (folder / file).exists():

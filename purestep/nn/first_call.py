@@ -19,6 +19,7 @@ from torch.nn import Module
 from purestep import torch_private
 from purestep.nn.dropout import UNKEYED_HINT
 from purestep.nn.tensor_parallel import local_part
+from purestep.torch_private import is_persistent
 
 BUFFERS_HINT = (
     "with buffers=dict(module.named_buffers()), apply returns (output, buffers); or call .eval() "
@@ -220,10 +221,9 @@ def check_emptied(module: Module, original: Module) -> None:
         for name in sorted(names_of_buffers(full) - names_of_buffers(empty)):
             path, _, attribute = name.rpartition(".")
             # A call may register new parts and buffers, which ``empty`` lacks.
-            part = parts.get(path)
+            part = parts.get(path, Module())
             value = getattr(part, attribute, "missing")
-            persists = attribute not in getattr(part, "_non_persistent_buffers_set", ())
-            if value is None and persists:
+            if value is None and is_persistent(part, attribute):
                 raise ValueError(_EMPTIED.format(name))
 
 
