@@ -216,7 +216,9 @@ def dropout(x: Tensor, p: float, key: KeyOrPackedKeys) -> Tensor:
 
 
 def zero_and_rescale(x: Tensor, dropped: Tensor, p: float) -> Tensor:
-    """Returns ``x`` times ``1 / (1 - p)``, with 0 where ``dropped`` is True; if p is 1, zeros.
+    """Returns ``x`` times ``1 / (1 - p)``, with 0 where ``dropped`` is True.
+
+    If p is 1, the factor is 0.
 
     >>> zero_and_rescale(torch.ones(2), torch.tensor([True, False]), 0.75)
     tensor([0., 4.])
@@ -272,9 +274,10 @@ def with_keys(
     dimension, so ``pack`` stacks keys to ``(rows,)``, and ``pack_documents`` to
     ``(rows, most segments)``. For new noise in each epoch or step, pass ``fold_in(key, step)``.
 
-    Raises ``ValueError`` if an example has a leaf ``name`` already, or no scalar ``identity``, and
-    for a ``key`` with dimensions. Raises ``TypeError`` if the identity is None, a string, or a
-    number of no integer type. For other objects, the error of ``torch.as_tensor`` passes.
+    Raises ``ValueError`` if an example has a leaf ``name`` already, or no scalar ``identity``. If
+    there are examples, so does a ``key`` with dimensions. Raises ``TypeError`` if the identity is
+    None, a string, or a number of no integer type. For other objects, the error of
+    ``torch.as_tensor`` passes.
 
     Args:
         examples: mappings by name.

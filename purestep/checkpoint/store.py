@@ -181,7 +181,10 @@ def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> Non
 
 
 def _check_exported(tensors: object) -> None:
-    """Raises ``TypeError`` unless an argument maps texts to tensors or ``Shard``s."""
+    """Raises ``TypeError`` unless an argument maps texts to tensors or ``Shard``s.
+
+    It also raises it for the name "__metadata__".
+    """
     if not isinstance(tensors, Mapping):
         raise TypeError(
             f"tensors must be a dict of tensors by name, got {type(tensors).__name__}: pass the "

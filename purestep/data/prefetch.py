@@ -214,7 +214,7 @@ class _Prefetcher:
         atexit.unregister(self.close)
 
     def _load(self, microbatches: Sequence[Microbatch], position: int | None) -> None:
-        """Weighs a group, pins it for CUDA, and queues it, then each microbatch on the device.
+        """Pins a group for CUDA, weighs it, and queues it, then each microbatch on the device.
 
         Waits for room in the queue and for slots. Stops once the stream is closed or the group is
         abandoned. Raises ``TypeError`` if the group is a NamedTuple or no sequence, and as

@@ -18,10 +18,10 @@ def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
     Every rank passes the same full tensors; gradients by them are summed over ranks. The parts are
     copies, and the last ones may be shorter, or padded with zeros where ranks run one program. A
     scalar is copied, not sharded. The part in a ``Shard`` over another axis is sharded in turn.
-    Raises ``ValueError`` for a leaf that has no such ``dim``, and for a ``Shard`` over ``axis`` or
-    over ranks in common with it. Where ranks run one program, their number must divide the
-    dimension of a part, else it also raises. Raises ``TypeError`` unless ``axis`` is an axis
-    object.
+    Raises ``ValueError`` for a leaf without such a ``dim``, and, unless ``axis`` has one rank, for
+    a ``Shard`` over it or over ranks in common. Also raises it for a ``Shard`` over another axis
+    whose ranks run one program, if their number does not divide the sharded dimension. Raises
+    ``TypeError`` unless ``axis`` is an axis object.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)

@@ -279,8 +279,8 @@ class LossGathers:
     def remember(self) -> None:
         """Stores what a microbatch has launched in ``known_launches``, for later updates.
 
-        It stores nothing without a guard or launches, if microbatches have launched different
-        things, or after ``forget``.
+        It stores nothing without a guard or launches, or after ``forget``. Nor does it if all
+        launches are not equal repeats, one for each microbatch.
         """
         launches = self.log.launches
         if self._known is None or self._guard is None or not launches:
