@@ -79,9 +79,10 @@ def pack(
         per_example: names of leaves that have dimensions, but no length. A name that no leaf has
             raises ``ValueError``.
 
-    Returns: Microbatches for one ``update_step``: trees of ``(rows, length, ...)``, and of ``(rows,
-    ...)`` for leaves without a length. Mappings that optree takes for leaves become dicts. Without
-    tokens the list is empty.
+    Returns:
+        Microbatches for one ``update_step``: trees of ``(rows, length, ...)``, and of
+        ``(rows, ...)`` for leaves without a length. Mappings that optree takes for leaves become
+        dicts. Without tokens the list is empty.
 
     >>> examples = [{"tokens": torch.ones(n, dtype=torch.int64)} for n in (3, 1, 2, 1)]
     >>> [m["tokens"].tolist() for m in pack(examples, max_tokens=4)]

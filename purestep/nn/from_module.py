@@ -59,9 +59,8 @@ def from_module(
     Args:
         module: its layers, tensors, lists and dicts are never changed. A call may change a set, a
             ``Counter``, or another object in an attribute, as by ``self.log.count += 1``, and what
-            ``.numpy()`` shows. ``apply`` sees values
-            that you later write in place to tensors that do not train, but no later change of mode,
-            hooks or attributes.
+            ``.numpy()`` shows. ``apply`` sees values that you later write in place to tensors that
+            do not train, but no later change of mode, hooks or attributes.
         trainable: the parameters to train: a pattern of names (``"*.bias"``), or a function of name
             and parameter. None: those that require grad, as LoRA needs. A tied one matches by any
             name. At least one must be chosen.

@@ -31,16 +31,24 @@ def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
             [3., 0.]])
     """
     check_axis(axis)
+    if axis.size > 1:
+        _check_unsharded(tree_, axis)
+    full_tensors = pvary(tree_, axis)
+    return tree.map(lambda full: _shard_leaf(full, axis, dim), full_tensors)
+
+
+def _check_unsharded(tree_: Tree, axis: Axis) -> None:
+    """Raises ``ValueError`` if a leaf is sharded over ``axis``, or over ranks in common with it."""
     _, spec = tree.flatten(tree_)
     for shard_spec in tree.shard_specs(spec):
-        for other in shard_spec.axes if shard_spec else ():
-            if axis.size > 1 and shares_ranks(axis, other):
+        if shard_spec is None:
+            continue
+        for other in shard_spec.axes:
+            if shares_ranks(axis, other):
                 raise ValueError(
                     f"a leaf is sharded over {other} already, which has ranks in common with "
                     f"{axis}: shard it once, or over another dimension of the mesh"
                 )
-    full_tensors = pvary(tree_, axis)
-    return tree.map(lambda full: _shard_leaf(full, axis, dim), full_tensors)
 
 
 def _shard_leaf(full: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
